@@ -13,7 +13,7 @@ from windlass.kernels.cpu.library import Library
 
 
 class AttentionCase:
-    """Sequences of (cached, new) tokens over shuffled blocks. Invisible slots are NaN, table entries before them -1.
+    """Sequences of (cached, new) tokens over shuffled blocks. Slots of no visible block are NaN, table entries -1.
 
     (-1, 1) is a query without any keys.
     """
@@ -32,7 +32,9 @@ class AttentionCase:
         spread: float = 1.0,
         causal: bool = True,
         chunk: int | None = None,
+        poisoned: bool = True,
     ) -> None:
+        """poisoned: keys before the first visible one of their block are NaN as well."""
         self.causal, self.chunk = causal, chunk
         value_dim = value_dim or dim
         self.shapes, self.window = shapes, window
@@ -41,12 +43,13 @@ class AttentionCase:
         free = torch.randperm(blocks).tolist()
         self.wide = [torch.full((blocks, block_size, kv_heads, d), torch.nan) for d in (dim, value_dim)]
         self.table = torch.full((len(shapes), max(-(-n // block_size) for n in lengths) + 2), -1, dtype=torch.int32)
-        for b, (old, new) in enumerate(shapes):
-            first = 0 if window is None else max(0, old - window + 1)
-            first = first if chunk is None else max(0, old // chunk * chunk)
-            for i in range(first // block_size, -(-(old + new) // block_size)):
+        for b in range(len(shapes)):
+            at = self.visible(b).any(0).nonzero()[:, 0]
+            for i in (at // block_size).unique().tolist():
                 self.table[b, i] = free.pop()
-            at = torch.arange(first, old + new)
+            if len(at):
+                first = at[0] if poisoned else at[0] // block_size * block_size
+                at = torch.arange(int(first), min(lengths[b], -(-int(at[-1] + 1) // block_size) * block_size))
             for part in self.wide:
                 part[self.slots(b, at)] = torch.randn(len(at), kv_heads, part.shape[-1])
         if page_type == torch.int8:
@@ -68,17 +71,24 @@ class AttentionCase:
         self.temperature = torch.rand(len(self.q)) + 0.5
         self.scale = dim**-0.5
 
+    def visible(self, b: int) -> torch.Tensor:
+        """Return which keys each new token of a sequence sees, [new, cached + new]."""
+        old, new = self.shapes[b]
+        queries, keys = torch.arange(old, old + new)[:, None], torch.arange(old + new)
+        seen = torch.full((new, old + new), True)
+        if self.causal:
+            seen &= keys <= queries
+        if self.window is not None:
+            seen &= (keys - queries).abs() < self.window
+        return seen if self.chunk is None else seen & (keys // self.chunk == queries // self.chunk)
+
     def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
         kv_heads, found = self.wide[0].shape[2], []
-        for b, (old, new) in enumerate(self.shapes):
+        for b, (_, new) in enumerate(self.shapes):
             rows = slice(int(self.start[b]), int(self.start[b]) + new)
-            last = torch.arange(old, old + new)
-            ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
-            first = torch.zeros_like(last) if self.window is None else (last - self.window + 1).clamp(min=0)
-            first = first if self.chunk is None else (last // self.chunk * self.chunk).clamp(min=0)
-            # Keys before those of the first row are NaN and invisible.
-            at = torch.arange(int(first[0]), old + new)
-            seen = (at >= first[:, None]) & (at <= last[:, None] + ahead)
+            seen = self.visible(b)
+            at = seen.any(0).nonzero()[:, 0]
+            seen = seen[:, at]
             keys, values = (part[self.slots(b, at)].double() for part in self.wide)
             q = self.q[rows].double().unflatten(1, (kv_heads, -1))
             scores = torch.einsum("skd,tkgd->tkgs", keys, q).flatten(1, 2)
@@ -124,7 +134,18 @@ class AttentionCase:
         self.table = at_the_end_of_memory(torch.arange(len(used), dtype=torch.int32)[None])
         self.q = at_the_end_of_memory(self.q)
 
+    def operands(self, **options: Any) -> tuple[torch.Tensor, KVPages, AttentionCall]:
+        return self.q, self.all_pages, self.call(**options)
+
     @property
     def all_pages(self) -> KVPages:
         """Return the pages with their scales."""
         return KVPages(*self.pages, **self.scales)
+
+
+def decode_call(
+    block_tables: torch.Tensor, seq_lens: torch.Tensor, score_scale: torch.Tensor, scale: float, **options: Any
+) -> AttentionCall:
+    """Return a call in which every sequence has one new token. options: fields of `AttentionCall` with a default."""
+    start = torch.arange(seq_lens.shape[0] + 1, device=seq_lens.device)
+    return AttentionCall(block_tables, start, seq_lens, score_scale, scale, **options)

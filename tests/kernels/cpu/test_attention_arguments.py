@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import kernels
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
 from windlass.kernels.cpu import attention_bindings, library

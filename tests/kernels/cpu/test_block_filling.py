@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
-from kernels_helpers.block_bytes import random_blocks
+from kernels_helpers.block_bytes import random_block_bytes
 
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
@@ -36,7 +36,7 @@ def wanted(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None =
 def test_repacking(form: Library, block_form: BlockForm) -> None:
     for rows, count in ((1, 1), (16, 2), (53, 3)):
         columns = count * block_quantization.block_elements(block_form)
-        blocks = random_blocks(rows, columns, block_form)
+        blocks = random_block_bytes(rows, columns, block_form)
         got, want = BlockWeight.empty(rows, columns, block_form), BlockWeight.empty(rows, columns, block_form)
         block_quantization.repack_gguf_blocks(want.narrow(0, rows), blocks)
         repack_blocks(form, got.narrow(0, rows), blocks)
@@ -46,7 +46,7 @@ def test_repacking(form: Library, block_form: BlockForm) -> None:
 @by_form
 def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_form: BlockForm) -> None:
     columns = 2 * block_quantization.block_elements(block_form)
-    wide = random_blocks(53, 2 * columns, block_form)
+    wide = random_block_bytes(53, 2 * columns, block_form)
     blocks = wide[:, wide.shape[1] // 2 :]
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
     block_quantization.repack_gguf_blocks(whole.narrow(0, 53), blocks)
@@ -59,7 +59,7 @@ def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_
 def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
     kernels("generic")
     rows, columns = 1030, 2048  # enough for several threads
-    blocks, source = random_blocks(rows, columns, block_form), torch.randn(rows, columns)
+    blocks, source = random_block_bytes(rows, columns, block_form), torch.randn(rows, columns)
     fillings = [lambda weight: repack_blocks(load(), weight.narrow(0, rows), blocks)]
     if block_form in QUANTIZED:
         fillings.append(lambda weight: pack_blocks(load(), weight.narrow(0, rows), source))
@@ -138,7 +138,7 @@ def test_nothing_past_the_operands_is_touched(form: Library) -> None:
             None if part is None else at_the_end_of_memory(part) for part in (parts.codes, parts.scales, parts.supers)
         ]
         weight = BlockWeight(block_form, rows, columns, *guarded)
-        repack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(random_blocks(rows, columns, block_form)))
+        repack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(random_block_bytes(rows, columns, block_form)))
         if block_form in QUANTIZED:
             pack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(torch.randn(rows, columns)))
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention_case import AttentionCase
+from helpers.attention_case import AttentionCase, decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, kernels
-from kernels_helpers.attention_calls import decode_call
 from kernels_helpers.checks import TYPES, same_on_threads
 
 from windlass.kernels import AttentionCall, KVPages, cpu

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import KVPages, Routing, cpu, select_backend
 from windlass.kernels.cpu.call_recording import CompiledRecording

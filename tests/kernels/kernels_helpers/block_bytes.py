@@ -15,7 +15,7 @@ def kind(form: BlockForm) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[form.name.upper()]
 
 
-def random_blocks(rows: int, columns: int, form: BlockForm) -> torch.Tensor:
+def random_block_bytes(rows: int, columns: int, form: BlockForm) -> torch.Tensor:
     """Any bits that a file may have, with finite scales: [rows, row bytes]."""
     elements, size = gguf.GGML_QUANT_SIZES[kind(form)]
     blocks = torch.randint(0, 256, (rows, columns // elements, size), dtype=torch.uint8)

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu.library import Library

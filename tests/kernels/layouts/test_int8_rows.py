@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes, select_backend
 from windlass.kernels.cpu.cpu_backend import CompiledBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels_helpers.block_bytes import random_blocks
+from kernels_helpers.block_bytes import random_block_bytes
 from kernels_helpers.interpreted import PLAYED
 
 from windlass.kernels import FORMS, BlockWeight, cpu
@@ -56,6 +56,6 @@ def test_floats(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_a_file(form: str) -> None:
-    blocks = random_blocks(ROWS, COLUMNS, FORMS[form])
+    blocks = random_block_bytes(ROWS, COLUMNS, FORMS[form])
     one, other = both(form, "repack", [(20, blocks[20:37]), (0, blocks[:20])])
     assert same_bytes(one, other)
