@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, choose, kernels
+from kernels_helpers.checks import same_on_threads
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, cpu, select_backend
 from windlass.kernels.cpu import elementwise_bindings, load
@@ -152,16 +153,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, for
 @EVERY_FORM
 def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
     kernels("generic")
-    before = torch.get_num_threads()
     for rows in (5, 40, 70):
         x, weight = torch.randn(rows, 700), random_blocks(1500, 700, form)
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(cpu.linear_blocks(load(), x, weight))
-        torch.set_num_threads(before)
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+        same_on_threads(lambda x=x, weight=weight: cpu.linear_blocks(load(), x, weight))  # type: ignore[misc]
 
 
 @EVERY_FORM

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers.marks import slow_but
 
 from windlass.kernels import FORMS, Backend, Routing, StackedWeight, select_backend
 from windlass.kernels.cpu import elementwise_bindings, matmul_bindings
@@ -75,8 +76,10 @@ def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> 
     return weight
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"])
-@pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), (600, 250)])
+@pytest.mark.parametrize(
+    "storage", slow_but(["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"], "bfloat16", "q4_k", "stacked")
+)
+@pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), pytest.param(600, 250, marks=pytest.mark.slow)])
 def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int, tokens: int) -> None:
     """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
     backend = select_backend("cpu", deterministic=True)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
+from kernels_helpers.checks import same_on_threads
 from kernels_helpers.low_rank import Expected, change, expected
 
 from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate, select_backend
@@ -68,24 +69,23 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(form: Library) -> None:
     table = table_of(list(changes), sum(columns), inner)
     slots = torch.randint(-1, 4, (rows,), generator=torch.Generator().manual_seed(1))
     x, out = torch.randn(rows, inner), torch.randn(rows, sum(columns))
-    found = []
-    for threads in (1, 2, 3, 4):
-        torch.set_num_threads(threads)
+
+    def added() -> torch.Tensor:
         together = out.clone()
         add_low_rank(form, together, x, table, slots)
-        found.append(together)
-    torch.set_num_threads(1)
-    assert all(torch.equal(other, found[0]) for other in found)
+        return together
+
+    found = same_on_threads(added, 1, 2, 3, 4)
     for row in range(rows):
         alone = out[row : row + 1].clone()
         add_low_rank(form, alone, x[row : row + 1], table, slots[row : row + 1])
-        assert torch.equal(alone[0], found[0][row])
+        assert torch.equal(alone[0], found[row])
     strided = torch.zeros(rows, 2 * inner)[:, :inner]
     strided.copy_(x)
     target = torch.zeros(rows, sum(columns) + 5)[:, 5:]
     target.copy_(out)
     add_low_rank(form, target, strided, table, slots)
-    assert torch.equal(target, found[0])
+    assert torch.equal(target, found)
 
 
 def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, choose, kernels
+from kernels_helpers.checks import same_on_threads
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, cpu, select_backend
 from windlass.kernels.cpu import library, load, matmul_bindings
@@ -81,13 +82,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, for
 
 
 def test_threads_do_not_change_the_bits(library_of: Library) -> None:
-    before, x = torch.get_num_threads(), torch.randn(70, 700)
-    weight, results = random_blocks(1500, 700, FORMS["q4_k"]), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(product(x, weight, library_of))
-    torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    x, weight = torch.randn(70, 700), random_blocks(1500, 700, FORMS["q4_k"])
+    same_on_threads(lambda: product(x, weight, library_of))
 
 
 @EVERY_FORM

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
+from helpers.marks import slow_but
 
 from windlass.kernels import Filters, SamplingStatus, cpu
 from windlass.kernels.cpu.elementwise_bindings import LOWEST
@@ -84,7 +85,7 @@ def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledSampli
     return [d.token for d in draws]
 
 
-@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("vocab", slow_but(SIZES, 1, 17, 128, 2309))
 @pytest.mark.parametrize("kind", ["plain", "flat", "steep", "ties", "equal", "masked", "one", "huge", "outlier"])
 def test_draws_equal_the_reference(form: Library, kind: str, vocab: int) -> None:
     logits = at_the_end_of_memory(rows_of(kind, vocab))
@@ -216,7 +217,7 @@ def test_unsuitable_operands_are_refused(form: Library) -> None:
     cpu.sample_tokens(form, logits, [], memory)
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 16, 129, 700, 20_003])
+@pytest.mark.parametrize("vocab", slow_but([1, 5, 16, 129, 700, 20_003], 1, 16, 700))
 @pytest.mark.parametrize("kind", ["plain", "ties", "masked", "steep", "equal"])
 def test_token_logprobs(form: Library, kind: str, vocab: int) -> None:
     logits = at_the_end_of_memory(rows_of(kind, vocab))

@@ -12,6 +12,7 @@ from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernels_helpers.checks import same_on_threads
 
 from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu.library import Library
@@ -344,16 +345,12 @@ def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
 @pytest.mark.parametrize(("kv_heads", "length"), [(4, 1030), (1, 60)])
 @pytest.mark.parametrize("name", PACKED_FORMS)
 def test_threads_do_not_change_the_bits_of_decoding(name: str, kv_heads: int, length: int) -> None:
-    form, before, found = kernels(name), torch.get_num_threads(), []
+    form = kernels(name)
     pages = int8_pages(kv_heads, 64, 64, blocks=70)
     q, lengths = torch.randn(2, 16, 64), torch.tensor([length, 70])
     table = torch.randperm(70)[None].int().repeat(2, 1)
-    for threads in (1, 3, 6):
-        torch.set_num_threads(threads)
-        call = decode_call(table, lengths, torch.ones(2), 0.125)
-        found.append(cpu.paged_attention_decode(form, q, pages, call))
-    torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    call = decode_call(table, lengths, torch.ones(2), 0.125)
+    same_on_threads(lambda: cpu.paged_attention_decode(form, q, pages, call), 1, 3, 6)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

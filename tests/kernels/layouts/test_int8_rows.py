@@ -11,6 +11,7 @@ from helpers.attention_case import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_helpers.checks import same_on_threads
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes, select_backend
 from windlass.kernels.cpu.cpu_backend import CompiledBackend
@@ -308,13 +309,9 @@ def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, mon
 
 @pytest.mark.parametrize("shapes", [[(1030, 1), (70, 1)], [(70, 1)]])
 def test_threads_do_not_change_the_bits(shapes: list[tuple[int, int]]) -> None:
-    form, before, found = kernels(FORMS[0]), torch.get_num_threads(), []
+    form = kernels("generic")
     q, coded, _, call = case_of(576, 16, shapes)
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append(cpu.paged_attention_decode(form, q, coded, call))
-    torch.set_num_threads(before)
-    assert torch.equal(*found)
+    same_on_threads(lambda: cpu.paged_attention_decode(form, q, coded, call), 1, 3)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import FORMS, choose
 from helpers.cpu_kernels import kernels as form_of
+from helpers.marks import slow_but
 
 from windlass.kernels import AttentionCall, Backend, KVPages, select_backend
 from windlass.kernels.torch import reference, row_independent
@@ -119,7 +120,7 @@ def test_rotary_angles_have_one_value_everywhere(backend: Backend, half: int) ->
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])
-@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("window", slow_but([None, 1, 40, 300], None, 40))
 def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, window: int | None) -> None:
     """The queries of a prompt in one call, in chunks, one by one, and with other sequences in the step."""
     length, dim, size = 600 if form != "plain torch" else 330, 20, 16
