@@ -1,4 +1,4 @@
-"""Products with weights in blocks against exact integer arithmetic, in every instruction set this machine can run."""
+"""Products with weights in blocks against exact integer arithmetic, in every instruction set available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.weight_layouts import group_scales, store_block_rows, unpack_codes
 from windlass.kernels.torch import linear as reference
 
-# GPTQ's groups of 128 with zero points, and super groups of which the last is partly filled.
+# Groups of 128 with zero points (GPTQ), and super groups of which the last is partly filled.
 MORE = [replace(FORMS["q4_k"], super_groups=4), replace(FORMS["q6_k"], super_groups=3)]
 EVERY_FORM = pytest.mark.parametrize(
     "form", [*FORMS.values(), *MORE], ids=lambda form: f"{form.name}x{form.super_groups}"
@@ -28,7 +28,7 @@ SHAPES = [
     (1, 1, 1),
     (1, 16, 32),
     (1, 17, 33),
-    (1, 50, 3000),  # more than is taken at a time
+    (1, 50, 3000),  # more than one piece of K
     (2, 5, 4),
     (3, 40, 100),
     (6, 16, 64),
@@ -47,11 +47,11 @@ def library_of(request: pytest.FixtureRequest) -> Library:
 
 
 def brute_force(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product in float64 from codes, scales and rounded rows, and the size of what was added up."""
+    """Return the product in float64 from codes, scales and rounded rows, and the sum of magnitudes."""
     form, every = weight.form, torch.arange(weight.rows)
     values, scale = reference.round_groups(x, form.group)
     codes, (own, minimum) = unpack_codes(weight, every).double() - form.offset, group_scales(weight, every)
-    # Padding of K counts nowhere: rounded rows are zero there.
+    # Padding of K has no effect: rounded rows are zero there.
     sums = torch.einsum("mgk,ngk->mng", values.double(), codes)
     terms = sums * own[:, :, 0].double() * scale.double()[:, None]
     sizes = terms.abs()
@@ -64,14 +64,14 @@ def brute_force(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None)
 
 
 def assert_linear(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
-    """Integers agree exactly; float32 may lose its rounding of a few steps per group."""
+    """Integers are exact. float32 may lose a few rounding errors per group."""
     want, size = brute_force(x.float(), weight, bias)
     assert got.shape == want.shape
     assert ((got.double() - want).abs() <= 2e-6 * size).all(), (got - want).abs().max()
 
 
 @EVERY_FORM
-def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm) -> None:
+def test_gated_products_have_the_bits_of_two_calls(library_of: Library, form: BlockForm) -> None:
     weight, bias = random_blocks(96, 130, form), torch.randn(96)
     for rows, activation in zip(
         (1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(elementwise_bindings.ACTIVATIONS), strict=False
@@ -93,15 +93,15 @@ def test_shapes(library_of: Library, form: BlockForm) -> None:
 
 
 @EVERY_FORM
-def test_the_plain_form_agrees(form: BlockForm) -> None:
+def test_plain_torch_agrees(form: BlockForm) -> None:
     for rows, columns, inner in SHAPES:
         x, weight, bias = torch.randn(rows, inner), random_blocks(columns, inner, form), torch.randn(columns)
         assert_linear(x, weight, bias, reference.linear_blocks(x, weight, bias))
 
 
 @EVERY_FORM
-def test_extremes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
-    """Every product as large as it gets, with one sign and with both, under scales of one: integers, so the result is exact."""
+def test_extreme_codes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
+    """Use the largest products, of one sign and of both, with scales of one, so that the result is exact."""
     inner, columns = 512, 18
     low, high = (-127, 127) if form.bits == 8 else (0, (1 << form.bits) - 1)
     codes = torch.full((columns, inner), high, dtype=torch.int8)
@@ -136,7 +136,7 @@ def test_every_pair_of_bytes(library_of: Library) -> None:
             )
             x = torch.zeros(255, form.group)
             x[:, place] = torch.arange(-127, 128)
-            x[:, (place + 1) % form.group] = 127  # fixes the scale at one
+            x[:, (place + 1) % form.group] = 127  # makes the scale one
             want = torch.arange(-127.0, 128)[:, None] * (torch.arange(low, high) - form.offset)
             assert torch.equal(cpu.linear_blocks(library_of, x, weight), want)
 
@@ -171,7 +171,7 @@ def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm)
         assert torch.equal(cpu.embed_blocks(library_of, guarded, ids), weight.dequantize(ids))
 
 
-def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library) -> None:
+def test_strided_rows_other_types_and_an_output_tensor(library_of: Library) -> None:
     weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((6, 300), torch.nan)
     x[:, 13:113] = torch.randn(6, 100)
     assert_linear(x[:, 13:113], weight, None, cpu.linear_blocks(library_of, x[:, 13:113], weight))
@@ -180,14 +180,14 @@ def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library
         got = cpu.linear_blocks(library_of, narrow, weight, torch.ones(20, dtype=kind))
         assert got.dtype == kind
         assert torch.equal(got, cpu.linear_blocks(library_of, narrow.float(), weight, torch.ones(20)).to(kind))
-    room = torch.full((6, 50), -1.0)
-    cpu.linear_blocks(library_of, x[:, 13:113], weight, out=room[:, 7:27])
-    assert torch.equal(room[:, 7:27], cpu.linear_blocks(library_of, x[:, 13:113], weight))
-    assert (room[:, :7] == -1).all() and (room[:, 27:] == -1).all()
+    padded_out = torch.full((6, 50), -1.0)
+    cpu.linear_blocks(library_of, x[:, 13:113], weight, out=padded_out[:, 7:27])
+    assert torch.equal(padded_out[:, 7:27], cpu.linear_blocks(library_of, x[:, 13:113], weight))
+    assert (padded_out[:, :7] == -1).all() and (padded_out[:, 27:] == -1).all()
 
 
 @EVERY_FORM
-def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, form: BlockForm) -> None:
+def test_zero_rows_tiny_rows_and_rows_that_are_not_finite(library_of: Library, form: BlockForm) -> None:
     weight = random_blocks(19, 130, form)
     x = torch.rand(20, 130) + 0.5
     x[1], x[2, 129], x[4, 0], x[6] = 0.0, torch.nan, -torch.inf, 1e-38
@@ -201,7 +201,7 @@ def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, 
     assert (got[[1, 6]] == 0).all()
 
 
-def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
+def test_a_nan_scale_affects_its_row_of_the_weight() -> None:
     weight, library_of = random_blocks(19, 70, FORMS["q4_1"]), kernels("generic")
     weight.scales[0, 1, 0, 5], weight.scales[1, 2, 1, 1] = torch.nan, torch.nan
     bad = cpu.linear_blocks(library_of, torch.randn(3, 70), weight).isnan().all(0)
@@ -209,7 +209,7 @@ def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
 
 
 @EVERY_FORM
-def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) -> None:
+def test_embedded_rows_equal_dequantized_rows(library_of: Library, form: BlockForm) -> None:
     table = random_blocks(53, 300, form)
     ids = torch.tensor([52, 0, 17, 17, 31])
     assert torch.equal(cpu.embed_blocks(library_of, table, ids), table.dequantize(ids))
@@ -221,9 +221,7 @@ def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) 
 
 
 @EVERY_FORM
-def test_products_in_which_nothing_is_rounded(
-    library_of: Library, form: BlockForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_unrounded_rows(library_of: Library, form: BlockForm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED", 3000)  # several pieces
     x, weight, bias = torch.randn(9, 300), random_blocks(37, 300, form), torch.randn(37)
     want = x.double() @ weight.dequantize().double().T + bias
@@ -261,7 +259,7 @@ def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deter
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])
-def test_what_is_recorded_is_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_products_are_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, library_of)
     backend = select_backend("cpu", activations="int8" if activations == "int8" else "float32")
     assert isinstance(backend, CompiledBackend)
@@ -275,11 +273,11 @@ def test_what_is_recorded_is_repeated(library_of: Library, activations: str, mon
     assert recording.obstacle is None
     ids.copy_(torch.tensor([39, 0]))
     assert recording.repeat()
-    kept = found.clone()
-    assert torch.equal(kept, backend.linear(backend.linear(backend.embed(table, ids), stacked), table))
+    repeated = found.clone()
+    assert torch.equal(repeated, backend.linear(backend.linear(backend.embed(table, ids), stacked), table))
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     kernels("generic")
     weight = random_blocks(3, 8, FORMS["q4_0"])
     for x, bias in ((torch.randn(2, 7), None), (torch.randn(8), None), (torch.randn(2, 8), torch.randn(4))):

@@ -1,4 +1,4 @@
-"""Products by the matrix unit: against float64 of what is rounded, and where they take part."""
+"""Products by the matrix unit, against float64 of rounded operands, and when backends use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [
     (16, 16, 32),
     (17, 40, 100),
     (33, 33, 256),
-    (40, 100, 530),  # more of K than is taken at a time
+    (40, 100, 530),  # more than one piece of K
     (70, 150, 1100),
     (530, 20, 80),  # two passes
 ]
@@ -48,7 +48,7 @@ def product(x: torch.Tensor, weight: BlockWeight, library_of: Library, **options
 
 
 def assert_product(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
-    """Products are exact and sums are float32: a few of its steps for each step of K."""
+    """Products are exact, and sums have a few float32 rounding errors per step of K."""
     rows, numbers = x.bfloat16().double(), weight.dequantize().bfloat16().double()
     extra = 0.0 if bias is None else bias.double()
     want, size = rows @ numbers.T + extra, rows.abs() @ numbers.abs().T + abs(extra)
@@ -64,8 +64,8 @@ def test_shapes(library_of: Library, form: BlockForm) -> None:
         assert_product(x, weight, bias, product(x, weight, library_of, **({} if bias is None else {"bias": bias})))
 
 
-def test_every_code_and_place(library_of: Library) -> None:
-    """One row of x for each element of K finds the weight's own numbers."""
+def test_every_code_at_every_place(library_of: Library) -> None:
+    """One row of x for each element of K selects the values of the weight."""
     for form in FORMS.values():
         weight = random_blocks(50, 330, form)
         got = product(torch.eye(330), weight, library_of)
@@ -97,7 +97,7 @@ def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm)
         assert_product(x, weight, bias, product(x, guarded, library_of, bias=bias))
 
 
-def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library) -> None:
+def test_strided_rows_other_types_and_an_output_tensor(library_of: Library) -> None:
     weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((60, 300), torch.nan)
     x[:, 13:113] = torch.randn(60, 100)
     part = x[:, 13:113]
@@ -108,13 +108,13 @@ def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library
         got = product(narrow, weight, library_of)
         assert got.dtype == kind and torch.equal(got, product(narrow.float(), weight, library_of).to(kind))
     assert torch.equal(product(part.t().contiguous().t(), weight, library_of), whole)
-    room = torch.full((60, 50), -1.0)
-    product(part, weight, library_of, out=room[:, 7:27])
-    assert torch.equal(room[:, 7:27], whole)
-    assert (room[:, :7] == -1).all() and (room[:, 27:] == -1).all()
+    padded_out = torch.full((60, 50), -1.0)
+    product(part, weight, library_of, out=padded_out[:, 7:27])
+    assert torch.equal(padded_out[:, 7:27], whole)
+    assert (padded_out[:, :7] == -1).all() and (padded_out[:, 27:] == -1).all()
 
 
-def test_rows_that_are_not_numbers_harm_no_others(library_of: Library) -> None:
+def test_nan_rows_do_not_affect_others(library_of: Library) -> None:
     weight, x = random_blocks(40, 130, FORMS["q8_0"]), torch.randn(50, 130)
     want = product(x, weight, library_of)
     x[20, 129], x[33] = torch.nan, 0.0
@@ -137,11 +137,15 @@ def test_panels_of_bfloat16(library_of: Library) -> None:
         guarded = PanelWeight(columns, inner, at_the_end_of_memory(weight.data))
         given = at_the_end_of_memory(x) if rows else x
         assert torch.equal(matmul_bindings.linear_panels_amx(library_of, given, guarded, bias), got)
-    room = torch.full((70, 200), -1.0).bfloat16()
+    padded_out = torch.full((70, 200), -1.0).bfloat16()
     x, weight = torch.randn(70, 1100).bfloat16(), filled_panels(torch.randn(150, 1100).bfloat16())
     whole = matmul_bindings.linear_panels_amx(library_of, x, weight)
-    matmul_bindings.linear_panels_amx(library_of, x, weight, out=room[:, 20:170])
-    assert torch.equal(room[:, 20:170], whole) and (room[:, :20] == -1).all() and (room[:, 170:] == -1).all()
+    matmul_bindings.linear_panels_amx(library_of, x, weight, out=padded_out[:, 20:170])
+    assert (
+        torch.equal(padded_out[:, 20:170], whole)
+        and (padded_out[:, :20] == -1).all()
+        and (padded_out[:, 170:] == -1).all()
+    )
     assert torch.equal(matmul_bindings.linear_panels_amx(library_of, x[40:50], weight), whole[40:50])
 
 
@@ -149,8 +153,8 @@ GATED_SHAPES = [(1, 32, 8), (17, 64, 100), (49, 96, 700), (530, 32, 1300)]
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_gates_and_ups(library_of: Library, activation: str) -> None:
-    """As the activation finds what a plain product writes; of bfloat16, but for the rounding in between."""
+def test_gated_products(library_of: Library, activation: str) -> None:
+    """Compare with the activation of a plain product; for bfloat16, without rounding in between."""
     for rows, columns, inner in GATED_SHAPES:
         x, bias = torch.randn(rows, inner), torch.randn(columns) if rows % 2 else None
         for form in (FORMS["q8_0"], FORMS["q4_k"]):
@@ -162,10 +166,14 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
             assert got.shape == (rows, columns // 2) and torch.allclose(
                 got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max())
             )
-            room = torch.full((rows, columns), -1.0)
-            into = room[:, 7 : 7 + columns // 2]
+            padded_out = torch.full((rows, columns), -1.0)
+            into = padded_out[:, 7 : 7 + columns // 2]
             matmul_bindings.linear_blocks_amx(library_of, x, weight, bias, activation=activation, out=into)
-            assert torch.equal(into, got) and (room[:, :7] == -1).all() and (room[:, 7 + columns // 2 :] == -1).all()
+            assert (
+                torch.equal(into, got)
+                and (padded_out[:, :7] == -1).all()
+                and (padded_out[:, 7 + columns // 2 :] == -1).all()
+            )
         narrow, numbers = x.bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
         wide = narrow.float() @ numbers.float().T + (0.0 if bias is None else bias)
         want = cpu.gated_activation(load(), wide, activation)
@@ -177,7 +185,7 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
 @EVERY_FORM
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_with_many_rows_in_blocks(library_of: Library, form: BlockForm, stacked: bool) -> None:
-    """From 48 rows of an expert on, one by one or in runs, each in two parts if it is stacked; fewer go as ever."""
+    """Experts with 48 rows or more use the matrix unit, each in two parts if it is stacked."""
     count, rows, inner, few = 5, 600, 330, matmul_bindings.BLOCK_TILE_MIN_ROWS
     weights = [random_blocks(rows, inner, form) for _ in range(count)]
     experts: list[Any] = (
@@ -214,8 +222,8 @@ def test_experts_with_many_rows_in_panels(library_of: Library) -> None:
             assert torch.equal(got[mine], multiply(library_of, x[mine], weights[expert])), (counts, expert)
 
 
-def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same backends that round dense products of as many rows."""
+def test_backends_that_round_rows_of_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the backends that round dense products of that many rows."""
     choose(monkeypatch, library_of)
     weights = [random_blocks(40, 320, FORMS["q8_0"]) for _ in range(2)]
     x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
@@ -233,7 +241,7 @@ def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(got[:60], plain) is not rounds
 
 
-def test_what_is_refused(library_of: Library) -> None:
+def test_unsuitable_operands_are_refused(library_of: Library) -> None:
     weight = random_blocks(20, 64, FORMS["q8_0"])
     with pytest.raises(ValueError, match="do not fill panels of 16"):
         matmul_bindings.linear_blocks_amx(library_of, torch.randn(3, 64), weight, activation="silu")
@@ -255,10 +263,10 @@ def test_what_is_refused(library_of: Library) -> None:
         matmul_bindings.linear_panels_amx(kernels("generic"), torch.randn(3, 64).bfloat16(), narrow)
 
 
-def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
+def test_backends_that_may_round_use_the_matrix_unit_for_many_rows() -> None:
     kernels("avx512_amx")
     if cpu.library.load().isa != "avx512_amx":
-        pytest.skip("another set of instructions was asked for")
+        pytest.skip("another instruction set is selected")
     weight, few = random_blocks(40, 320, FORMS["q4_k"]), matmul_bindings.BLOCK_TILE_MIN_ROWS - 1
     x = torch.randn(few + 1, 320)
     bytes_of = {rows: cpu.linear_blocks(load(), x[:rows], weight) for rows in (few, few + 1)}
@@ -268,7 +276,7 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     gates = random_blocks(64, 320, FORMS["q4_k"])
     opened = matmul_bindings.linear_blocks_amx(library.load(), x, gates, activation="gelu")
     assert torch.equal(rounded.gated_linear(x, gates, None, "gelu"), opened)
-    for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that end within a panel
+    for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that do not fill panels
         want = rounded.gated_activation(rounded.linear(*few_or_odd), "gelu")
         assert torch.equal(rounded.gated_linear(*few_or_odd, None, "gelu"), want)
     narrow = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
@@ -286,10 +294,10 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
         assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])
 
 
-def test_products_are_repeated_as_they_were_recorded() -> None:
+def test_recorded_products_are_repeated() -> None:
     kernels("avx512_amx")
     if cpu.library.load().isa != "avx512_amx":
-        pytest.skip("another set of instructions was asked for")
+        pytest.skip("another instruction set is selected")
     blocks_of, panels_of = random_blocks(96, 320, FORMS["q8_0"]), filled_panels(torch.randn(64, 48).bfloat16())
     backend = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
     assert isinstance(backend, CompiledBackend)

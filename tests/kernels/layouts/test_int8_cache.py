@@ -1,4 +1,4 @@
-"""int8 pages: what a head is rounded to, how it is rotated, and what attention reads of it."""
+"""int8 pages: quantization of heads, rotation of cached keys, and attention over codes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from windlass.kernels.torch import reference
 
 
 def int8_pages(kv_heads: int, dim: int, value_dim: int, blocks: int = 3, size: int = 16) -> KVPages:
-    """Random codes and scales."""
+    """Return pages with random codes and scales."""
     codes = [torch.randint(-127, 128, (blocks, size, kv_heads, d)).to(torch.int8) for d in (dim, value_dim)]
     scales = [torch.rand(blocks, size, kv_heads) / 60 + 1e-3 for _ in range(2)]
     return pages_of_codes(codes[0], scales[0], codes[1], scales[1])
 
 
 def rows_of(pages: KVPages) -> dict[str, torch.Tensor]:
-    """What the pages hold, token by token: codes [slots, Hkv, D], keys padded to whole quads, and scales [slots, Hkv]."""
+    """Return the contents by token: codes [slots, Hkv, D], keys padded to whole quads, and scales [slots, Hkv]."""
     assert pages.key_scale is not None
     assert pages.value_scale is not None
     rows = {"key": int8_layout.key_rows(pages.key), "value": int8_layout.value_rows(pages.value)}
@@ -42,15 +42,15 @@ def copy_of(pages: KVPages) -> KVPages:
     return KVPages(pages.key.clone(), pages.value.clone(), pages.key_scale.clone(), pages.value_scale.clone())
 
 
-def wide(pages: KVPages, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as float64 [slots, Hkv, D]."""
+def dequantized(pages: KVPages, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as float64 [slots, Hkv, D]."""
     rows = rows_of(pages)
     keys, values = (rows[name].double() * rows[f"{name}_scale"].double()[..., None] for name in ("key", "value"))
     return keys[..., :dim], values
 
 
 def poison(pages: KVPages, seen: torch.Tensor) -> None:
-    """What no query may see, by seen [num_blocks, P]: codes of all values, -128 too, scales NaN."""
+    """Fill tokens that are not seen [num_blocks, P] with any codes, including -128, and scales of NaN."""
     blocks, tokens = (~seen).nonzero(as_tuple=True)
     slots = blocks * pages.block_size + tokens
     heads, quads, value_dim = pages.num_kv_heads, pages.key.shape[3], pages.value_dim
@@ -70,8 +70,8 @@ def append(form: Library | None, pages: KVPages, q, k, v, cos, sin, q_scale, slo
 
 
 @pytest.mark.parametrize("dim", [6, 16, 33])
-def test_where_codes_lie(dim: int) -> None:
-    """Element by element, as kernels address them."""
+def test_code_layout(dim: int) -> None:
+    """Compare with the addresses that kernels compute."""
     keys, values = (torch.randint(-127, 128, (2, 32, 3, dim)).to(torch.int8) for _ in range(2))
     scale = torch.rand(2, 32, 3)
     pages = pages_of_codes(keys, scale, values, scale)
@@ -106,7 +106,7 @@ def test_where_codes_lie(dim: int) -> None:
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
 def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ignore[no-untyped-def]
-    """Every head within half a step of its float64 rotation, its largest element at 127; other slots as they were."""
+    """Heads are within half a step of their float64 rotation, with a largest code of 127. Other slots are unchanged."""
     form = None if name == "plain torch" else kernels(name)
     torch.manual_seed(seed)
     (q_heads, kv_heads), (dim, value_dim) = heads, dims
@@ -117,14 +117,14 @@ def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ig
     v = (torch.randn(tokens, kv_heads, value_dim) * size).to(dtype)
     angle = torch.rand(tokens, half, dtype=torch.float64) * 100
     slots = torch.randperm(48)[:tokens]
-    turned, q_scale = q.clone(), torch.rand(tokens) + 0.5
-    append(form, pages, turned, k, v, angle.cos().float(), angle.sin().float(), q_scale, slots)
+    rotated_q, q_scale = q.clone(), torch.rand(tokens) + 0.5
+    append(form, pages, rotated_q, k, v, angle.cos().float(), angle.sin().float(), q_scale, slots)
 
     c, s = angle.cos()[:, None], angle.sin()[:, None]
     first, second = k[..., :half].double(), k[..., half : 2 * half].double()
     rotated = torch.cat((first * c - second * s, second * c + first * s, k[..., 2 * half :].double()), dim=-1)
     rows = rows_of(pages)
-    for got, name, want in zip(wide(pages, dim), ("key", "value"), (rotated, v.double()), strict=True):
+    for got, name, want in zip(dequantized(pages, dim), ("key", "value"), (rotated, v.double()), strict=True):
         largest = want.abs().amax(dim=-1, keepdim=True)
         assert ((got[slots] - want).abs() <= largest * (0.5 / 127 + 2e-6)).all()
         assert (rows[name][slots].abs().amax(dim=-1) == 127).all()
@@ -132,8 +132,8 @@ def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ig
     plain = copy_of(before)
     expected_q = q.clone()
     reference.rotate_and_append(expected_q, k, v, angle.cos().float(), angle.sin().float(), q_scale, plain, slots)
-    torch.testing.assert_close(turned, expected_q, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5 * size)
-    # Nothing rotates values, so theirs are the very codes of the plain form.
+    torch.testing.assert_close(rotated_q, expected_q, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5 * size)
+    # Values are not rotated, so that their codes equal those of plain torch.
     assert torch.equal(pages.value, plain.value)
     assert torch.equal(pages.value_scale, plain.value_scale)
     others = torch.ones(48, dtype=torch.bool)
@@ -143,8 +143,8 @@ def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ig
 
 
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
-def test_adversarial_heads(name: str) -> None:
-    """Zeros, the smallest and the largest numbers, one outlier; what is not finite poisons its own head and no other."""
+def test_extreme_heads(name: str) -> None:
+    """Zeros, the smallest and the largest numbers, and an outlier. NaN and infinity affect only their own head."""
     form = None if name == "plain torch" else kernels(name)
     rows = torch.randn(9, 2, 20)
     rows[0] = 0.0
@@ -159,7 +159,7 @@ def test_adversarial_heads(name: str) -> None:
     pages = int8_pages(2, 20, 20)
     none, slots = torch.empty(9, 0), torch.arange(3, 12)
     append(form, pages, rows[:, :1].clone(), rows, rows, none, none, torch.ones(9), slots)
-    keys, values = wide(pages, 20)
+    keys, values = dequantized(pages, 20)
     assert torch.equal(keys[slots].nan_to_num(), values[slots].nan_to_num())
     got = keys[slots]
     assert (got[:3] == 0.0).all()
@@ -198,7 +198,7 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place):  # 
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin)
     else:
         cpu.rerotate_cached_keys(form, pages, sources, targets, cos, sin)
-    old, new = wide(before, dim)[0], wide(pages, dim)[0]
+    old, new = dequantized(before, dim)[0], dequantized(pages, dim)[0]
     first, second = old[sources][..., :half], old[sources][..., half : 2 * half]
     c, s = angle.cos()[:, None], angle.sin()[:, None]
     want = torch.cat((first * c - second * s, second * c + first * s, old[sources][..., 2 * half :]), dim=-1)
@@ -215,7 +215,7 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place):  # 
 
 
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
-def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
+def test_values_move_only_on_request(name: str) -> None:
     pages = int8_pages(2, 16, 16)
     before, sources, targets, angle = copy_of(pages), torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
     operands = sources, targets, angle.cos(), angle.sin()
@@ -230,16 +230,16 @@ def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
     assert not torch.equal(pages.key_scale, before.key_scale)
 
 
-def test_huge_positions_and_back(form: Library) -> None:
-    """A key re-rotated by ten million positions and back differs by the two roundings, not by the angle."""
+def test_rotation_by_ten_million_positions_and_back(form: Library) -> None:
+    """A key that is rotated by ten million positions and back has only two rounding errors."""
     pages = int8_pages(2, 64, 64)
-    before = wide(copy_of(pages), 64)[0]
+    before = dequantized(copy_of(pages), 64)[0]
     angle = 1e7 * 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32).repeat(16, 1)
     slots, aside = torch.arange(16), torch.arange(20, 36)
     for source, target, sign in ((slots, aside, 1), (aside, slots, -1)):
         cos, sin = angle.cos().float(), (sign * angle).sin().float()
         cpu.rerotate_cached_keys(form, pages, source, target, cos, sin)
-    after = wide(pages, 64)[0]
+    after = dequantized(pages, 64)[0]
     step = math.sqrt(2) * before[slots].abs().amax(dim=-1, keepdim=True) / 127
     assert ((after - before)[slots].abs() <= 1.5 * step).all()
 
@@ -259,7 +259,7 @@ def test_huge_positions_and_back(form: Library) -> None:
 )
 @pytest.mark.parametrize("name", PACKED_FORMS)
 def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks):  # type: ignore[no-untyped-def]
-    """As attention over the same numbers in float32 pages; scales and codes that no query sees may be anything."""
+    """Compare with attention over float32 pages of the same values. Invisible scales and codes may have any value."""
     form = kernels(name)
     torch.manual_seed(seed)
     (q_heads, kv_heads), (dim, value_dim) = heads, dims
@@ -278,7 +278,7 @@ def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks)
     poison(pages, seen)
     assert pages.key_scale is not None
     pages.key_scale[0, :, 0] *= 0.0  # zeros
-    keys, values = (part.float().view(-1, size, *part.shape[1:]) for part in wide(pages, dim))
+    keys, values = (part.float().view(-1, size, *part.shape[1:]) for part in dequantized(pages, dim))
     q, temperature = torch.randn(len(lengths), q_heads, dim), torch.rand(len(lengths)) + 0.5
     extra = torch.randn(q_heads) if sinks else None
     call = decode_call(
@@ -286,15 +286,15 @@ def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks)
     )
     got = cpu.paged_attention_decode(form, q, pages, call)
     want = cpu.paged_attention_decode(form, q, KVPages(keys, values), call)
-    # With vpdpbusd queries and weights are rounded to 16 bits; values here reach 2.3, codes have lost 1e-2 of that.
+    # With vpdpbusd, queries and weights are rounded to 16 bits; values here reach 2.3, and codes have lost 1e-2 of that.
     lanes = {"avx2_vnni": 8, "8 lanes vnni": 8, "avx512_vnni": 16, "16 lanes vnni": 16, "neon_dot": 4}.get(name)
     tolerance = 1e-4 if lanes and value_dim % lanes == 0 else 2e-5
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", PACKED_FORMS)
-def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
-    """Packs of rows that share a table, at every place about the boundaries of chunks and cuts."""
+def test_rows_of_one_prompt_have_the_same_bits_alone(name: str) -> None:
+    """Packs of rows share a table, at every position around the boundaries of chunks and splits."""
     form = kernels(name)
     for first, heads, dim, window in ((120, (8, 2), 64, None), (505, (3, 3), 128, None), (640, (16, 1), 64, 200)):
         pages = int8_pages(heads[1], dim, dim, blocks=90)
@@ -313,7 +313,7 @@ def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED_FORMS)
-def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
+def test_nan_affects_exactly_the_rows_that_see_it(name: str) -> None:
     form = kernels(name)
     pages = int8_pages(2, 16, 32, blocks=20)
     table, lengths = torch.randperm(20)[None].int().expand(3, -1), torch.tensor([150, 200, 310])
@@ -327,14 +327,14 @@ def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
     for scale in (pages.key_scale, pages.value_scale):
         assert scale is not None
         spot = scale[int(table[0, 10])][1, 3:4]  # token 163 of the second head
-        kept = spot.clone()
+        before = spot.clone()
         spot.fill_(torch.nan)
         poisoned = got()
         assert poisoned[1:, 3:].isnan().all()
         assert torch.equal(poisoned[0], clean[0])
         assert torch.equal(poisoned[:, :3], clean[:, :3])
         assert torch.isfinite(got(window=36)).all()  # tokens 164 and on, for the second row
-        spot.copy_(kept)
+        spot.copy_(before)
     q[1, 2, 5] = torch.nan
     poisoned = got()
     assert poisoned[1, 2].isnan().all()
@@ -362,7 +362,7 @@ def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, mon
     q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5
     call = AttentionCall(table, torch.tensor([0, 40, 41, 61]), torch.tensor([90, 140, 20]), temperature, 0.25)
     got = select_backend("cpu", deterministic=deterministic).paged_attention(q, pages, call)
-    keys, values = (part.float().view(30, 16, 2, 16) for part in wide(pages, 16))
+    keys, values = (part.float().view(30, 16, 2, 16) for part in dequantized(pages, 16))
     want = reference.paged_attention(q, KVPages(keys, values), call)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=5e-6)
     torch.testing.assert_close(reference.paged_attention(q, pages, call), want, rtol=1e-6, atol=1e-6)
@@ -389,7 +389,7 @@ def vars_of(pages: KVPages) -> list[torch.Tensor]:
     return [pages.key, pages.value, pages.key_scale, pages.value_scale]
 
 
-def test_slots_outside_touch_nothing(form: Library) -> None:
+def test_slots_outside_the_pages_are_refused(form: Library) -> None:
     pages = int8_pages(2, 16, 16)
     before, x, half = copy_of(pages), torch.randn(2, 2, 16), torch.ones(2, 8)
     with pytest.raises(IndexError, match="past"):
@@ -404,12 +404,12 @@ def test_slots_outside_touch_nothing(form: Library) -> None:
 
 
 def rerotate_nothing(pages: KVPages) -> None:
-    """A call without entries: only its pages are checked."""
+    """Check the pages by a call without entries."""
     none, half = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
     cpu.rerotate_cached_keys(cpu.load(), pages, none, none, half, half)
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_scales_are_refused() -> None:
     kernels("generic")
     pages, q = int8_pages(2, 16, 16), torch.randn(1, 4, 16)
     key, value, scale = pages.key, pages.value, pages.key_scale
@@ -425,7 +425,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         rerotate_nothing(KVPages(floats, floats, scale, scale))
 
 
-def test_codes_that_are_not_laid_out_are_refused() -> None:
+def test_unsuitable_codes_are_refused() -> None:
     kernels("generic")
     pages, other = int8_pages(2, 16, 16), int8_pages(2, 20, 16, blocks=2)
     rerotate_nothing(pages)
@@ -438,7 +438,7 @@ def test_codes_that_are_not_laid_out_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             rerotate_nothing(KVPages(key, value, pages.key_scale, pages.value_scale))
-    k, v = torch.zeros(1, 2, 14), torch.zeros(1, 2, 16)  # 14 dims would take the same quads
+    k, v = torch.zeros(1, 2, 14), torch.zeros(1, 2, 16)  # 14 dims need the same number of quads
     half, ones, slots = torch.zeros(1, 4), torch.ones(1), torch.tensor([-1])
     append(cpu.load(), pages, k, k, v, half, half, ones, slots)
     for wrong in (torch.zeros(1, 2, 12), torch.zeros(1, 1, 16)):

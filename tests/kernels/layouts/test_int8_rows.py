@@ -1,4 +1,4 @@
-"""Rows of int8 codes, as latent attention caches them: what a group is rounded to, how it is turned, what attention reads."""
+"""Rows of int8 codes (latent attention): quantization of groups, rotation of cached rows, and attention over codes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from windlass.kernels.layouts import kv_pages
 from windlass.kernels.torch import reference
 
 FORMS = [*PACKED_FORMS, *PAIR_FORMS]
-WIDTHS = [576, 288, 40, 29, 64, 3]  # DeepSeek's and MiniCPM3's rows, and such as end within a group
+WIDTHS = [576, 288, 40, 29, 64, 3]  # rows of DeepSeek and MiniCPM3, and rows that end within a group
 
 
 def code_pages(dim: int, blocks: int = 4, size: int = 16) -> KVPages:
-    """Random codes and scales, most of another size than their neighbours."""
+    """Return pages with random codes and scales of different magnitudes."""
     planes = [torch.zeros(shape, dtype=kind) for shape, kind in page_tensor_shapes(blocks, size, 1, dim, 0, torch.int8)]
     planes[0] = torch.randint(-127, 128, planes[0].shape).to(torch.int8)
     planes[2] = (torch.rand(planes[2].shape) / 60 + 1e-3) * 4.0 ** torch.randint(-2, 2, planes[2].shape)
@@ -41,14 +41,14 @@ def scale_of(pages: KVPages) -> torch.Tensor:
 
 
 def wide(pages: KVPages) -> torch.Tensor:
-    """Rows as float64 [slots, D], number by number."""
+    """Return rows as float64 [slots, D]."""
     codes, scales = pages.key.flatten(0, 2), scale_of(pages).flatten(0, 2)
     groups = torch.arange(codes.shape[1]) // 32
     return codes.double() * scales.double()[:, groups]
 
 
 def steps(rows: torch.Tensor) -> torch.Tensor:
-    """Of every number of rows [N, D] what a step of its group's codes is worth."""
+    """Return the step size of the group of each number of rows [N, D]."""
     parts = [part.abs().amax(dim=1, keepdim=True).expand_as(part) for part in rows.split(32, dim=1)]
     return torch.cat(parts, dim=1) / 127
 
@@ -67,14 +67,14 @@ def rerotate(form: Library | None, pages: KVPages, *operands: torch.Tensor) -> N
         cpu.rerotate_cached_keys(form, pages, *operands)
 
 
-def turned(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+def rotated(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     half, c, s = angle.shape[1], angle.cos(), angle.sin()
     first, second = rows[:, :half], rows[:, half : 2 * half]
     return torch.cat((first * c - second * s, second * c + first * s, rows[:, 2 * half :]), dim=1)
 
 
-def test_what_pages_of_rows_are() -> None:
-    shapes = page_tensor_shapes(5, 24, 1, 70, 0, torch.int8)  # any block size will do
+def test_pages_of_rows() -> None:
+    shapes = page_tensor_shapes(5, 24, 1, 70, 0, torch.int8)  # any block size is valid
     assert [shape for shape, _ in shapes] == [(5, 24, 1, 70), (5, 24, 1, 0), (5, 24, 1, 3), (5, 24, 1, 0)]
     assert [kind for _, kind in shapes] == [torch.int8, torch.int8, torch.float32, torch.float32]
     pages = code_pages(70, 5, 24)
@@ -98,7 +98,7 @@ def test_what_pages_of_rows_are() -> None:
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
 def test_append(name, seed, tokens, dim, half, dtype, size):  # type: ignore[no-untyped-def]
-    """Every group within half a step of its float64 rotation, its largest number at 127; other slots as they were."""
+    """Groups are within half a step of their float64 rotation, with a largest code of 127. Other slots are unchanged."""
     form = None if name == "plain torch" else kernels(name)
     torch.manual_seed(seed)
     half = min(half, dim // 2)
@@ -108,7 +108,7 @@ def test_append(name, seed, tokens, dim, half, dtype, size):  # type: ignore[no-
     angle, q_scale = torch.rand(tokens, half, dtype=torch.float64) * 100, torch.rand(tokens) + 0.5
     own, theirs = q.clone(), q.clone()
     append(form, pages, own, k, angle.cos().float(), angle.sin().float(), q_scale, slots)
-    want = turned(k[:, 0].double(), angle)
+    want = rotated(k[:, 0].double(), angle)
     got = wide(pages)[slots]
     assert ((got - want).abs() <= steps(want) * (0.5 + 2e-4) + 1e-30).all()
     for codes in pages.key.flatten(0, 2)[slots].split(32, dim=1):
@@ -125,8 +125,8 @@ def test_append(name, seed, tokens, dim, half, dtype, size):  # type: ignore[no-
 
 
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
-def test_adversarial_groups(name: str) -> None:
-    """Zeros, the smallest and the largest numbers; what is not finite poisons its own group and no other."""
+def test_extreme_groups(name: str) -> None:
+    """Zeros, the smallest and the largest numbers. NaN and infinity affect only their own group."""
     form = None if name == "plain torch" else kernels(name)
     rows = torch.randn(7, 1, 70)
     rows[0], rows[1], rows[3, 0, :32] = 0.0, 1e-45, 1e-3
@@ -155,7 +155,7 @@ def test_adversarial_groups(name: str) -> None:
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
 def test_rerotations(name, seed, dim, half, elsewhere, in_place):  # type: ignore[no-untyped-def]
-    """Groups that hold rotated numbers are rounded once; all others, and all other slots, keep their bits."""
+    """Groups with rotated numbers are rounded once. All other groups and slots keep their bits."""
     form = None if name == "plain torch" else kernels(name)
     torch.manual_seed(seed)
     half = min(half, dim // 2)
@@ -165,7 +165,7 @@ def test_rerotations(name, seed, dim, half, elsewhere, in_place):  # type: ignor
     sources, targets = (torch.cat((part, order[40 : 40 + in_place])) for part in (sources, targets))
     angle = torch.randn(len(sources), half, dtype=torch.float64) * 100
     rerotate(form, pages, sources, targets, angle.cos().float(), angle.sin().float())
-    want, rounded = turned(wide(before)[sources], angle), min(dim, -(-2 * half // 32) * 32)
+    want, rounded = rotated(wide(before)[sources], angle), min(dim, -(-2 * half // 32) * 32)
     assert ((wide(pages)[targets] - want).abs() <= steps(want) * (0.5 + 2e-4))[:, :rounded].all()
     codes, had = pages.key.flatten(0, 2), before.key.flatten(0, 2)
     scales, had_scales = scale_of(pages).flatten(0, 2), scale_of(before).flatten(0, 2)
@@ -179,7 +179,7 @@ def test_rerotations(name, seed, dim, half, elsewhere, in_place):  # type: ignor
 def case_of(
     dim: int, heads: int, shapes: list[tuple[int, int]], window: int | None = None, size: int = 16
 ) -> tuple[torch.Tensor, KVPages, KVPages, AttentionCall]:
-    """Queries, pages of codes, the same as float32, and a call. What no query sees has scales of NaN, and no block."""
+    """Return queries, pages of codes, the same as float32, and a call. Invisible tokens have scales of NaN or no block."""
     counts = [-(-(old + new) // size) for old, new in shapes]
     free = torch.randperm(sum(counts) + 1).tolist()
     pages = code_pages(dim, sum(counts) + 1, size)
@@ -206,7 +206,7 @@ def case_of(
 
 
 def exact(q: torch.Tensor, pages: KVPages, call: AttentionCall) -> torch.Tensor:
-    """Attention by its formula in float64, a query at a time; as float32 [T, H, D]."""
+    """Compute attention in float64, one query at a time, and return float32 [T, H, D]."""
     rows, out = wide(pages), []
     for own, length, one in call.sequences():
         for token in range(own.start, own.stop):
@@ -228,7 +228,7 @@ def exact(q: torch.Tensor, pages: KVPages, call: AttentionCall) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", FORMS)
 def test_decode(name, seed, lengths, shape, size, window):  # type: ignore[no-untyped-def]
-    """The bits of attention over the same numbers in float32 pages, and what float64 says."""
+    """Compare with the bits of attention over float32 pages of the same values, and with float64."""
     form = kernels(name)
     torch.manual_seed(seed)
     q, coded, floats, call = case_of(shape[1], shape[0], [(length, 1) for length in lengths], window, size)
@@ -250,7 +250,7 @@ def test_prompts(name: str, heads: int, dim: int, window: int | None) -> None:
 
 @pytest.mark.parametrize("name", PAIR_FORMS)
 def test_prompts_rounded_to_bfloat16(name: str) -> None:
-    """Where the processor multiplies it: the error of what is multiplied, below that of the codes themselves."""
+    """The error of rounded products is below that of the codes."""
     form = kernels(name)
     for heads, dim in ((16, 576), (5, 29), (7, 96)):
         q, coded, floats, call = case_of(dim, heads, [(300, 20), (0, 40), (513, 30)])
@@ -261,8 +261,8 @@ def test_prompts_rounded_to_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_versions_of_queries_meet_their_ranges(name: str) -> None:
-    """Moved rows: the first part of each sequence is met by another version, a hole is never read."""
+def test_key_ranges_with_rotated_query_copies(name: str) -> None:
+    """The first range of each sequence uses another query copy, and a hole is never read."""
     form = kernels(name)
     for shapes, attention in (
         ([(300, 1), (70, 1)], cpu.paged_attention_decode),
@@ -276,14 +276,14 @@ def test_versions_of_queries_meet_their_ranges(name: str) -> None:
         for b in range(2):
             scale_of(coded)[call.block_tables[b, 2:4].long()] = torch.nan
             call.block_tables[b, 2:4] = -1
-        versions = torch.cat((q, torch.randn_like(q)))
-        got = attention(form, versions, coded, call)
-        assert torch.equal(got, attention(form, versions, floats, call))
-        torch.testing.assert_close(got, reference.paged_attention(versions, coded, call), rtol=2e-5, atol=2e-5)
+        query_copies = torch.cat((q, torch.randn_like(q)))
+        got = attention(form, query_copies, coded, call)
+        assert torch.equal(got, attention(form, query_copies, floats, call))
+        torch.testing.assert_close(got, reference.paged_attention(query_copies, coded, call), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_poison_shows_where_it_is_seen(name: str) -> None:
+def test_nan_affects_exactly_the_rows_that_see_it(name: str) -> None:
     form = kernels(name)
     q, coded, _, call = case_of(64, 3, [(150, 1), (200, 1)])
     clean = cpu.paged_attention_decode(form, q, coded, call)
@@ -336,7 +336,7 @@ def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
             assert torch.isfinite(cpu.paged_attention_prefill(form, x, seen, rows, bf16_products=rounds)).all()
 
 
-def test_what_does_not_fit_is_refused(form: Library) -> None:
+def test_unsuitable_operands_are_refused(form: Library) -> None:
     pages = code_pages(40)
     before, x, half = copy_of(pages), torch.randn(2, 1, 40), torch.ones(2, 8)
     with pytest.raises(IndexError, match="past"):
@@ -358,7 +358,7 @@ def test_what_does_not_fit_is_refused(form: Library) -> None:
     assert form.paged_attention_decode is not None
 
 
-def test_appending_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_appends_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernels(FORMS[0])
     choose(monkeypatch, found)
     backend = select_backend("cpu")
