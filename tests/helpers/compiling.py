@@ -141,10 +141,7 @@ def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
 
     cap, sinks = options.pop("soft_cap", None), options.pop("sinks", False)
     case = AttentionCase([(17, 4), (3, 1)], page_type=kind, **options)
-    call = AttentionCall(
-        case.table, case.start, case.lengths, case.temperature, case.scale, window=case.window, causal=case.causal,
-        chunk=case.chunk, soft_cap=cap, sink_logits=torch.ones(case.q.shape[1]) if sinks else None,
-    )  # fmt: skip
+    call = case.call(soft_cap=cap, sink_logits=torch.ones(case.q.shape[1]) if sinks else None)
     for deterministic in (False, True):
         paged_attention(case.q.to(dtype), case.all_pages, call, deterministic=deterministic)
 
@@ -199,10 +196,8 @@ def _prompts(dtype: torch.dtype) -> None:
         (96, dtype, {"causal": False}),
     ):
         case = AttentionCase([(17, 140)], dim=dim, heads=8, kv_heads=2, page_type=kind, **options)
-        operands = case.table, case.start, case.lengths, case.temperature, case.scale
-        call = AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk)
         q = case.q.to(dtype)
-        prefill_attention.prefill_attention(q, case.all_pages, call, torch.empty_like(q))
+        prefill_attention.prefill_attention(q, case.all_pages, case.call(), torch.empty_like(q))
 
 
 def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
