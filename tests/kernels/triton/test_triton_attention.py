@@ -78,7 +78,7 @@ def test_deterministic_calls(name: str) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_sizes_of_models(dim: int, group: int) -> None:
-    """Single tokens and prompts that end at, before and behind the end of a page, and a prompt without a past.
+    """Single tokens and prompts that end at, before and after the end of a page, and a prompt without cached tokens.
 
     Every size and every group meets both ways, the next one the other.
     """
@@ -130,8 +130,8 @@ def test_ranges_of_heads_of_512_with_partial_rotation() -> None:
 
 
 def test_a_row_has_the_same_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For other sequences of any length, and as a part of a prompt or alone."""
-    monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # one with two splits, one with one
+    """A row does not depend on other sequences, or on being computed in a prompt or alone."""
+    monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # two splits for one sequence, one for the other
     case = AttentionCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
     call = case.call(sink_logits=torch.randn(2))
     whole = paged_attention(case.q, case.all_pages, call, deterministic=True)
@@ -145,7 +145,7 @@ def test_a_row_has_the_same_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ranged", [False, True])
 def test_deterministic_calls_need_little_memory(ranged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some after the others, with the bits of all at once: also where a sequence brings none, and where keys come in ranges."""
+    """Tokens are computed in parts with unchanged bits, also with key ranges and with sequences without new tokens."""
     monkeypatch.setattr(attention, "KEY_SPLIT", 64)
     if ranged:
         shapes = [(50, 1), (20, 7), (0, 3)]
@@ -173,7 +173,7 @@ def test_deterministic_calls_need_little_memory(ranged: bool, monkeypatch: pytes
 
 
 def test_keys_moved_by_whole_splits_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind kept ones, as where a window lets go of those between."""
+    """Retained keys precede them, as after a window has dropped the keys in between."""
     monkeypatch.setattr(attention, "KEY_SPLIT", 64)
     q, pages, call = RangeCase([(330, 1)], [[Part(10), Part(64, hole=True), Part(400)]]).operands()
     stay = paged_attention(q, pages, call, deterministic=True)
@@ -190,7 +190,7 @@ def test_keys_moved_by_whole_splits_have_the_same_bits(monkeypatch: pytest.Monke
 
 
 def test_invalid_blocks_and_rows_give_nan() -> None:
-    """A block that is none, and a row of q that is none, give NaN: nothing is read from where they would be."""
+    """Invalid blocks and rows of q give NaN, and no memory is read at their addresses."""
     q, pages, call = RangeCase([(30, 3), (5, 1)], [[Part(10), Part(33, shift=3)], [Part(6)]]).operands()
     sound = paged_attention(q, pages, call)
     assert sound.isfinite().all()
@@ -211,7 +211,7 @@ def test_invalid_blocks_and_rows_give_nan() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"page_type": torch.int8}, {"soft_cap": 2.0}], ids=["plain", "int8", "a cap"])
 def test_nan_scales_affect_their_row_and_others_may_be_any_number(options: dict[str, Any]) -> None:
-    """NaN, 0, and below 0: of prompts and of single tokens."""
+    """Scales of NaN, zero and below, for prompts and single tokens."""
     cap = options.pop("soft_cap", None)
     case = AttentionCase(MIXED, **options)
     case.temperature[[0, 3, 13]] = torch.tensor([0.0, -0.7, -1.1])
@@ -226,7 +226,7 @@ def test_nan_scales_affect_their_row_and_others_may_be_any_number(options: dict[
 
 
 def test_an_invalid_block_among_others_gives_nan() -> None:
-    """In tiles that all rows see whole, of prompts and of single tokens."""
+    """The block is in a tile that is entirely visible, of a prompt or a single token."""
     case = AttentionCase([(70, 3), (80, 1)], dim=16)
     call = case.call()
     sound = paged_attention(case.q, case.all_pages, call)
@@ -240,7 +240,7 @@ def test_an_invalid_block_among_others_gives_nan() -> None:
 
 
 def test_negative_scales() -> None:
-    """Scales below 0 make the least product the largest score."""
+    """A negative scale makes the smallest product the largest score."""
     case = AttentionCase([(70, 3), (80, 1)], dim=16, spread=40.0)
     case.scale = -case.scale
     assert_near(paged_attention(case.q, case.all_pages, case.call()).double(), case.expected())
@@ -248,7 +248,7 @@ def test_negative_scales() -> None:
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_block_sizes(block_size: int) -> None:
-    """Several in a tile of keys, one, and several tiles in one."""
+    """A tile of keys has several blocks, one block, or a part of a block."""
     case = AttentionCase([(130, 3), (200, 1)], dim=16, block_size=block_size, window=90)
     for deterministic in (False, True):
         found = paged_attention(case.q, case.all_pages, case.call(), deterministic=deterministic)
@@ -256,7 +256,7 @@ def test_block_sizes(block_size: int) -> None:
 
 
 def test_empty_batches_and_sequences() -> None:
-    """No sequences, and sequences of no keys."""
+    """A batch without sequences, and a sequence without keys."""
     case = AttentionCase([(3, 2)], dim=16)
     empty = AttentionCall(case.table[:0], torch.zeros(1).long(), case.lengths[:0], case.temperature[:0], 1.0)
     assert paged_attention(case.q[:0], case.all_pages, empty).shape == (0, 4, 16)
@@ -268,7 +268,7 @@ def test_empty_batches_and_sequences() -> None:
 
 
 def attended(case: AttentionCase, call: AttentionCall, sizes: PrefillTile) -> torch.Tensor:
-    """Rows of the sequence of one token as they were: NaN."""
+    """Return the output, in which the row of the sequence with one token is still NaN."""
     out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
     prefill_attention.prefill_attention(case.q, case.all_pages, call, out, sizes)
     return out
@@ -288,14 +288,14 @@ def test_gathered_prompts(name: str) -> None:
 
 
 def test_negative_scales_of_gathered_prompts() -> None:
-    """Scales below 0 make the least product the largest score."""
+    """A negative scale makes the smallest product the largest score."""
     case = AttentionCase(PROMPT_SHAPES[2:], dim=16, spread=10.0)
     case.scale = -case.scale
     assert_near(attended(case, case.call(), PrefillTile(64, 32, 4, 2)).double(), case.expected())
 
 
 def test_an_invalid_block_of_gathered_prompts_gives_nan() -> None:
-    """In the rows of its sequence that see it, and nowhere else; a block of no keys does not matter."""
+    """Only rows that see the block are affected. A block without visible keys has no effect."""
     case = AttentionCase([(70, 3), (20, 30)], dim=16)
     call = case.call()
     sound = attended(case, call, PrefillTile(16, 32, 4, 2))
@@ -303,7 +303,7 @@ def test_an_invalid_block_of_gathered_prompts_gives_nan() -> None:
     for block in (-1, case.all_pages.key.shape[0]):
         tables = call.block_tables.clone()
         tables[0, 1] = block
-        tables[1, 2] = block  # keys 32 to 47, of which queries 20 to 31 see none
+        tables[1, 2] = block  # keys 32 to 47, invisible to queries 20 to 31
         found = attended(case, replace(call, block_tables=tables), PrefillTile(16, 32, 4, 2))
         assert found[:3].isnan().all() and found[3 + 12 :].isnan().all()
         assert torch.equal(found[3 : 3 + 12], sound[3 : 3 + 12])
@@ -325,14 +325,14 @@ def test_calls_that_gather_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     known = replace(call, prompts=PrefillTotals(2, 270, 273))
     monkeypatch.setattr(
         prefill_attention, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2
-    )  # rows, heads of keys, a key and a value
+    )  # rows, key heads, a key and a value
     assert prefill_attention.takes_prefill(q, pages, known, HOPPER)
     monkeypatch.setattr(prefill_attention, "MOST_BYTES", prefill_attention.MOST_BYTES - 1)
     assert not prefill_attention.takes_prefill(q, pages, known, HOPPER)
 
 
 def test_gathered_prompts_with_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host knows of prompts decides, and is all that they take; streams of one token come before and between them."""
+    """The known totals of prompts decide, and limit the memory. Streams precede and separate the prompts."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 20)
     shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
     case = AttentionCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
@@ -349,7 +349,7 @@ def test_gathered_prompts_with_many_streams(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_attention_gathers_keys_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together with a sequence of one token, in one call."""
+    """One call contains prompts and a sequence of one token."""
     monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 1)
     case = AttentionCase(PROMPT_SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()

@@ -111,12 +111,12 @@ def test_the_tokens_of_plain_torch_on_hard_rows(seed: int) -> None:
 
 
 def adjacent(first: float, count: int) -> Tensor:
-    """Adjacent numbers."""
+    """Return adjacent float32 numbers."""
     return (torch.tensor(first).view(torch.int32) + torch.arange(count, dtype=torch.int32)).view(torch.float32)
 
 
 def hard_magnitudes() -> Tensor:
-    """Below the largest, which is 0, in the order of what a token weighs: [R, V]. The same on every device."""
+    """Return distances from the largest logit in the order of weights, [R, V], equal on every device."""
     with torch.device("cpu"):
         return _hard_magnitudes().to(DEVICE)
 

@@ -50,7 +50,7 @@ def check(
 
 
 def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped heads; two sequences, one of which decodes during the prompt of the other; draws with filters and penalties."""
+    """Grouped heads, a sequence that decodes during the prompt of another, and draws with filters and penalties."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
     requests = [greedy("a", PROMPT, 2), greedy("b", PROMPT[2:], 2, **drawn)]

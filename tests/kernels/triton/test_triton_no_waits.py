@@ -109,7 +109,7 @@ def test_prompts_with_streams(family: str, options: dict[str, Any], tmp_path: Pa
 
 
 def test_adapters_and_moved_keys(tmp_path: Path, watched: list[int]) -> None:
-    """Adjacent rows of two adapters, a context that shifts, a window with sinks, dual chunks."""
+    """Adjacent rows of two adapters, a context shift, a window with sinks, and dual chunks."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=2)
     sources = tuple(AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, seed=i))) for i in (1, 2))
     core = make_core(directory, lora=sources, max_model_len=64, shift_context=48)

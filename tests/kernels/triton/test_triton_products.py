@@ -49,7 +49,7 @@ def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> 
     for rows in (1, 9, 16):
         assert torch.equal(matmul.linear(x[:rows], weight, fixed=True), whole[:rows])
     if DEVICE == "cpu":
-        # numpy multiplies here, and on some processors the order of sums depends on the row: sums of integers are exact.
+        # numpy multiplies here. On some processors its order of sums depends on the row; sums of integers are exact.
         weight, x = (weight * 8).round(), (x * 8).round()
         whole = matmul.linear(x, weight, fixed=True)
     for first, last in ((18, 19), (3, 12)):
@@ -153,7 +153,7 @@ def test_experts_of_different_types_have_no_tables() -> None:
 
 
 def ragged(experts: int, places: int) -> Tensor:
-    """Choices of [places / 2, 2]: none of the first expert, one of the last, most of the second."""
+    """Return choices [places / 2, 2]: none of the first expert, one of the last, most of the second."""
     chosen = torch.randint(1, experts - 1, (places // 2, 2))
     chosen[: places // 3, 0] = 1
     chosen[3, 1] = experts - 1

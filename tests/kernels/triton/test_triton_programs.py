@@ -39,7 +39,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install --no-deps 'trito
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("capability", "shared"),
-    [(86, 99 << 10), (90, 227 << 10)],  # with the multiplying instructions of 8.0 and least shared memory; Hopper
+    [(86, 99 << 10), (90, 227 << 10)],  # smallest shared memory with the tensor instructions of 8.0, and Hopper
 )
 def test_programs_compile_for(capability: int, shared: int, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
@@ -65,7 +65,7 @@ def test_launched_programs_wait_for_their_predecessor() -> None:
         for file in FOLDER.glob("*.py")
         for call in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "launch" and call.args
-    } - {"program"}  # `_by_row` and `_by_head` pass one on
+    } - {"program"}  # a parameter of `_by_row` and `_by_head`
     started, waiting = set[str](), set[str]()
     for file in FOLDER.glob("*.py"):
         for found in ast.walk(ast.parse(file.read_text("utf-8"))):

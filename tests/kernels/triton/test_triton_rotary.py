@@ -72,7 +72,7 @@ def test_queries_alone(kind: torch.dtype) -> None:
 
 
 def test_float8_rounding_equals_torch() -> None:
-    """Every number there is comes back as it was; ties, numbers below the smallest and past the largest, nothing, and NaN."""
+    """All float8 numbers are preserved. Ties, underflow, overflow, zeros and NaN are rounded as in torch."""
     every = torch.arange(256).to(torch.uint8).view(FLOAT8).float()
     between = (every[:126] + every[1:127]) / 2
     odd = torch.tensor(

@@ -1,4 +1,4 @@
-"""Triton's routing to experts, interpreted, against torch's: which experts, in what order, with what weights."""
+"""Triton's routing to experts, interpreted, against torch: chosen experts, their order and weights."""
 
 from __future__ import annotations
 
