@@ -11,17 +11,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 import tokenizers
 from helpers.described import check, description
-from helpers.scripted_engine import ScriptedEngine
-from helpers.toy_tokenizers import byte_level
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level, taught
 
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.app.state import ServerState
 from windlass.server.application import create_app
 from windlass.server.config.settings import ServerSettings
@@ -54,6 +56,7 @@ class Live:
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
     registry: ConnectionRegistry
+    info: ModelInfo | None
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:
@@ -61,21 +64,38 @@ class Live:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
 
+    def reset(self) -> None:
+        """Restore the engine's defaults and its model, and clear its records."""
+        self.engine.reset()
+        self.engine.info = self.info
+
+    def generate(self, text: str) -> list[int]:
+        """Let the engine generate this text and then end; return its tokens."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self.engine.reply, self.engine.eos_after = ids or [1], len(ids)
+        return ids
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last prompt that the engine received, with special tokens."""
+        return self.tokenizer.decode(self.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
 
-    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
-        """Return a completion, which must succeed."""
-        response = self.post("/v1/completions", {"prompt": prompt, **fields})
+    def request(self, path: str, **body: Any) -> dict[str, Any]:
+        """Return the response to a request, which must succeed."""
+        response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
+    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """Return a completion, which must succeed."""
+        return self.request("/v1/completions", prompt=prompt, **fields)
+
     def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
         """Return a chat response, which must succeed."""
-        messages = fields.pop("messages", [{"role": "user", "content": content}])
-        response = self.post("/v1/chat/completions", {"messages": messages, **fields})
-        assert response.status_code == 200, response.text
-        return response.json()
+        return self.request("/v1/chat/completions", **{"messages": [{"role": "user", "content": content}], **fields})
 
     def stream(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str) -> list[Any]:
         """Return the events of a stream as JSON, the last one "[DONE]", comments as ": …" strings. See `stream_text`."""
@@ -142,11 +162,19 @@ def live_server(
     tool_template: str | None = None,
     connections: ConnectionSettings | None = None,
     backend: tokenizers.Tokenizer | None = None,
+    tokens: Sequence[str] = (),
+    model: Mapping[str, object] | None = None,
     tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """Serve until the block ends. `settings` are fields of ServerSettings. backend: tokenizer instead of the toy one."""
-    engine = engine or ScriptedEngine()
+    """Serve until the block ends. `settings` are fields of ServerSettings.
+
+    backend: tokenizer instead of the toy one. tokens: special tokens added to the toy one. model: fields of `model_info`.
+    """
+    if tokens:
+        backend = taught(tuple(tokens))
+        model = {"vocab_size": backend.get_vocab_size(), **(model or {})}
+    engine = engine or ScriptedEngine(info=model_info(**(model or {})))
     named = {"default": template, "tool_use": tool_template}
     templates = {name: text for name, text in named.items() if text is not None}
     tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
@@ -169,8 +197,19 @@ def live_server(
     url = f"http{'' if tls is None else 's'}://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=30, verify=tls is None, event_hooks={"response": [check]}) as http:
-            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
+            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry, engine.info)
     finally:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+def server_fixture(**options: Any) -> Any:
+    """Return a module's fixture `shared`, a server with these options of `live_server`. The fixture `live` resets it."""
+
+    @pytest.fixture(scope="module")
+    def shared() -> Iterator[Live]:
+        with live_server(**options) as live:
+            yield live
+
+    return shared

@@ -35,6 +35,10 @@ def test_complete_answer(live: Live) -> None:
     assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("hello")
 
 
+def test_empty_prompt_continues_the_beginning_of_sequence_token(live: Live) -> None:
+    live.complete("", max_tokens=1)
+
+
 def test_default_of_sixteen_tokens(live: Live) -> None:
     assert live.complete()["usage"]["completion_tokens"] == 16
     assert live.complete(max_completion_tokens=3)["usage"]["completion_tokens"] == 3

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.server.config.settings import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, typical_p=0.9, repetition_penalty=1.05)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    options: dict[str, Any] = {"sampling": DEFAULTS, "other_model_names": ("alias", "org/model"), "root_path": "/a/llm"}
-    with live_server(**options) as running:
-        yield running
-
-
-@pytest.fixture
-def live(server: Live) -> Live:
-    server.engine.reset()
-    return server
+shared = server_fixture(sampling=DEFAULTS, other_model_names=("alias", "org/model"), root_path="/a/llm")
 
 
 def sampling_of(live: Live, path: str, **body: Any) -> Any:

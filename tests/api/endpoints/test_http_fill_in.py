@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from helpers.live_server import Live, live_server
 from helpers.toy_tokenizers import taught
@@ -20,18 +17,6 @@ DIALECTS = [
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 ]
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(backend=taught(QWEN, special=False)) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
 
 
 def plain(live: Live, text: str) -> list[int]:
@@ -97,27 +82,6 @@ def test_empty_suffix_has_no_effect(live: Live) -> None:
 def test_echo_repeats_the_text_before_the_gap(live: Live) -> None:
     answer = live.http.post(PATH, json={"prompt": "The king", "suffix": "said", "echo": True, "max_tokens": 0}).json()
     assert answer["choices"][0]["text"] == "The king"
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "code"),
-    [
-        ({"suffix": 5}, "suffix", None),
-        ({"suffix": ["a"]}, "suffix", None),
-        ({"suffix": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", None),
-        ({"suffix": "fox " * 200_000}, "suffix", "context_length_exceeded"),
-        ({"prompt": "fox " * 200_000, "suffix": "a"}, "prompt", "context_length_exceeded"),
-        ({"prompt": [10**9], "suffix": "a"}, "prompt", None),
-        ({"suffix": QWEN[0] * 5000}, "suffix", "context_length_exceeded"),
-        ({"prompt": QWEN[0] * 500_000, "suffix": "a"}, "prompt", "context_length_exceeded"),
-        ({"prompt": ["a", "b" * 5000], "suffix": "a"}, "prompt", "context_length_exceeded"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_invalid_gaps_are_named(live: Live, body: dict[str, Any], param: str, code: str | None, stream: bool) -> None:
-    error = live.refuse(PATH, {"prompt": "a", **body, "stream": stream})
-    assert error["param"] == param and (code is None or error["code"] == code)
-    assert live.engine.requests == []
 
 
 def test_prefix_and_suffix_too_long_together_are_refused(live: Live) -> None:

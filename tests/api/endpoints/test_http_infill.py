@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api_helpers.any_client import any_client
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import taught
 
 from windlass.clients import Client
-from windlass.server.schemas.completions import MAX_PASSAGES
 
 PATH = "/infill"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 FILES = ("<|file_sep|>", "<|repo_name|>")
 GAP = {"input_prefix": "def f(x):\n    ", "input_suffix": "\n    return y"}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(backend=taught((*QWEN, *FILES), special=False)) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(backend=taught((*QWEN, *FILES), special=False))
 
 
 def ids_of(live: Live, *parts: str) -> list[int]:
@@ -38,10 +25,7 @@ def ids_of(live: Live, *parts: str) -> list[int]:
 
 
 def fill(live: Live, **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {**GAP, "n_predict": 3, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, **{**GAP, "n_predict": 3, **fields})
 
 
 def asked(live: Live) -> list[int]:
@@ -193,11 +177,6 @@ def test_a_stream_ends_with_all_there_is_to_say(live: Live) -> None:
     assert (last["content"], last["stop"], last["stop_type"], last["model"]) == ("", True, "eos", "toy")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_the_clients_fill_gaps(live: Live, kind: str) -> None:
@@ -218,36 +197,6 @@ def test_a_clients_stream_becomes_the_whole(live: Live) -> None:
         final = stream.get_final()
         assert "".join(piece.content for piece in pieces) == final.content == whole.content == stream.text
         assert (final.stop_type, final.tokens_predicted, stream.usage.completion_tokens) == ("limit", 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input_prefix": None}, "input_prefix"),
-        ({"input_suffix": 5}, "input_suffix"),
-        ({"n_predict": -2}, "n_predict"),
-        ({"max_tokens": 5}, None),
-        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
-        ({"input_extra": [{"text": "a"}] * (MAX_PASSAGES + 1)}, "input_extra"),
-        ({"input_extra": [{"text": "a", "filename": "b" * 5000}]}, "input_extra[0].filename"),
-        ({"input_extra": "a"}, "input_extra"),
-        ({"samplers": ["mirostat"]}, "samplers"),
-        ({"samplers": [5]}, "samplers"),
-        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
-        ({"min_tokens": 9, "n_predict": 3}, "min_tokens"),
-        ({"repeat_penalty": 0}, "repeat_penalty"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ({"passages": [{"start": 0, "end": 64}]}, "passages"),
-        ({"rope_scaling": {"rope_type": "none such"}}, "rope_scaling.rope_type"),
-        ({"model": "other"}, "model"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_fields_are_named(live: Live, fields: dict[str, Any], param: str | None, stream: bool) -> None:
-    error = live.refuse(PATH, {**GAP, "n_predict": 3, **fields, "stream": stream}, 404 if "model" in fields else 400)
-    assert param is None or (error["param"] or "").startswith(param.split("[")[0]), error
-    assert live.engine.requests == []
-    assert "max_tokens" in fields or "max_tokens" not in error["message"]  # the name in completions
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -71,26 +71,6 @@ def test_a_map_and_its_means() -> None:
         assert again == shown
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, None),
-        ({"prompt": "a", "tokens": [1]}, None),
-        ({"tokens": [1] * 257}, "tokens"),
-        ({"tokens": [1, 10**6]}, "tokens"),
-        ({"tokens": [1, "x"]}, "tokens"),
-        ({"prompt": "a", "layer": -1}, "layer"),
-        ({"prompt": "a", "head": 2**40}, "head"),
-        ({"prompt": "a", "rope_scaling": "nobody"}, "rope_scaling"),
-        ({"prompt": "x" * 20000}, "prompt"),
-    ],
-)
-def test_invalid_fields_are_named(body: dict[str, Any], param: str | None) -> None:
-    with live_server(attention_maps=True) as live:
-        assert param is None or live.refuse(ATTENTION, body)["param"] == param
-        assert live.engine.attention == []
-
-
 def test_adapters_are_refused() -> None:
     sources = (AdapterSource(1, "poet", "/poet"),)
     with live_server(attention_maps=True, adapters=sources, max_loras=1) as live:

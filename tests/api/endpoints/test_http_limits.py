@@ -17,17 +17,10 @@ PATH = "/v1/completions"
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
 @pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    shared.engine.reset()
-    yield shared
-    assert shared.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
+def live(live: Live) -> Iterator[Live]:
+    yield live
+    assert live.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
 
 
 def padded(size: int) -> bytes:

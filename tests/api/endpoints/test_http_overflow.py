@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.engine.rotary.rotary_policy import RotaryReport
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
+shared = server_fixture(default_max_tokens=20)
 
 
 REPORT = RotaryReport("default", {"rope_theta": 1e4}, "frozen", None, "f", 0)
 
 
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.report = lambda request: REPORT
-    return shared
+def live(live: Live) -> Live:
+    live.engine.report = lambda request: REPORT
+    return live
 
 
 def context_of(live: Live) -> int:
@@ -42,10 +35,6 @@ def long_chat(live: Live) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": "the last question"}]
 
 
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
     messages = long_chat(live)
@@ -57,7 +46,7 @@ def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
         report = live.chat(**body)["rotary"]
     dropped = report["context"]["dropped_turns"]
     assert 0 < dropped < len(messages) // 2
-    prompt = prompt_of(live)
+    prompt = live.prompt
     assert prompt.startswith("<|bos|>[system]be kind\n[user]question " + f"{dropped} ")
     assert prompt.endswith("[user]the last question\n[assistant]")
     (request,) = live.engine.requests
@@ -71,14 +60,14 @@ def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
 def test_fitting_chat_is_unchanged(live: Live) -> None:
     answer = live.chat("hello", max_tokens=4, context_overflow="drop_turns")
     assert answer["rotary"]["context"] == {"dropped_turns": 0}
-    assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]"
+    assert live.prompt == "<|bos|>[user]hello\n[assistant]"
     assert "context" not in live.chat("hello", max_tokens=4)["rotary"]
 
 
 def test_long_answer_gets_the_space_of_the_shortest_chat(live: Live) -> None:
     live.chat(messages=long_chat(live), max_tokens=10**6, context_overflow="drop_turns")
     (request,) = live.engine.requests
-    assert "question 0" not in prompt_of(live) and "the last question" in prompt_of(live)
+    assert "question 0" not in live.prompt and "the last question" in live.prompt
     assert len(request.prompt_token_ids) + request.sampling.max_tokens == context_of(live)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.real_server import RealServer, serve
 
 from windlass.clients.types import ContextUse
@@ -17,18 +17,7 @@ from windlass.server.serving.context_rules import DEFAULT_RECOMPUTE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(default_max_tokens=20)
 
 
 def asked(live: Live, **fields: Any) -> NonPrefixReuseParams | None:
@@ -56,29 +45,6 @@ def test_passages_are_shared_among_requests_of_one_key() -> None:
             assert reuse is not None and reuse.at_least == 48
             scopes.append(reuse.scope)
         assert scopes[0] == scopes[2] != scopes[1] and "one" not in scopes[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"cache_reuse": -1}, "cache_reuse"),
-        ({"cache_reuse": 31}, "cache_reuse"),
-        ({"cache_reuse_recompute": 0.1}, "cache_reuse_recompute"),
-        ({"cache_reuse": 64, "cache_reuse_recompute": -0.1}, "cache_reuse_recompute"),
-        ({"passages": []}, "passages"),
-        ({"passages": [{"start": 0, "end": 40}], "cache_reuse": 0}, "cache_reuse"),
-        ({"passages": [{"start": 0}]}, "passages"),
-        ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
-    ],
-)
-def test_invalid_combinations_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
-    assert error["param"].startswith(param) and error["code"] and not live.engine.requests
-
-
-def test_chats_refuse_spans(live: Live) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
-    assert live.refuse(CHAT, body)["param"] == "passages"
 
 
 def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import ScriptedEngine, model_info
 
@@ -17,18 +17,7 @@ from windlass.engine.rotary.rotary_policy import RotaryReport
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(default_max_tokens=20)
 
 
 def asked(live: Live, **fields: Any) -> ContextRule:
@@ -73,25 +62,6 @@ def test_model_object_has_the_context_defaults() -> None:
             assert client.models()[0].context == context
         live.engine.info = model_info(shift_refusal="its layers see chunks of 64 tokens")
         assert "chunks" in live.http.get("/v1/models/toy").json()["context"]["shift_refusal"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"keep_tokens": 16}, "keep_tokens", "goes with context_overflow shift"),
-        ({"keep_tokens": -1, "context_overflow": "shift"}, "keep_tokens", "greater than or equal to 0"),
-        ({"keep_tokens": 10**6, "context_overflow": "shift"}, "keep_tokens", "must lie between 0 and"),
-        ({"attention_sinks": 4}, "attention_sinks", "goes with attention_window"),
-        ({"attention_window": 0}, "attention_window", "greater than or equal to 1"),
-        ({"attention_window": 10**6}, "attention_window", "they may be at most"),
-        ({"context_overflow": "roll"}, "context_overflow", "'error', 'stop', 'shift' or 'drop_turns'"),
-    ],
-)
-def test_invalid_values_are_refused_with_the_limits(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
-    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
-    assert error["param"] == param and says in error["message"], error["message"]
-    assert error["code"]
-    assert not live.engine.requests
 
 
 def test_model_without_shift_explains_the_refusal() -> None:

@@ -14,11 +14,6 @@ from windlass.server.errors import ApiError
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.parametrize(("cost", "good_for"), [(0.0, 0.2), (0.1, 2.0)])
 async def test_a_value_is_cached_for_a_while(monkeypatch: pytest.MonkeyPatch, cost: float, good_for: float) -> None:
     now, made = 100.0, 0
