@@ -97,30 +97,32 @@ class Live:
         """Return a chat response, which must succeed."""
         return self.request("/v1/chat/completions", **{"messages": [{"role": "user", "content": content}], **fields})
 
-    def stream(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str) -> list[Any]:
+    def stream(self, path: str, body: dict[str, Any], on_text: Callable[[str], object] = str) -> list[Any]:
         """Return the events of a stream as JSON, the last one "[DONE]", comments as ": …" strings. See `stream_text`."""
-        return parse_events(self.stream_text(path, body, told))
+        return parse_events(self.stream_text(path, body, on_text))
 
-    def stream_text(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str, **options: Any) -> str:
-        """Return the text of a stream. told: called with the text so far whenever more has arrived."""
+    def stream_text(
+        self, path: str, body: dict[str, Any], on_text: Callable[[str], object] = str, **options: Any
+    ) -> str:
+        """Return the text of a stream. on_text: called with the text so far whenever more has arrived."""
         with self.http.stream("POST", path, json={**body, "stream": True}, **options) as response:
             text = ""
             for piece in response.iter_text():
                 text += piece
-                told(text)
+                on_text(text)
             assert response.status_code == 200, text
             assert response.headers["content-type"].startswith("text/event-stream")
         description().check_stream(path, text)
         return text
 
     def let_go(self, sign: str, count: int = 1) -> Callable[[str], object]:
-        """Block the engine; return a callback for `told` that releases it once the stream contains `sign` `count` times."""
+        """Block the engine; return a callback for `on_text` that releases it once the stream contains `sign` `count` times."""
         self.engine.held = True
 
-        def told(text: str) -> None:
+        def release(text: str) -> None:
             self.engine.held = text.count(sign) < count
 
-        return told
+        return release
 
     def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """Return the error object of a request that must be refused with `status`."""
@@ -131,6 +133,11 @@ class Live:
         assert error["message"] and error["type"]
         assert response.headers["x-request-id"]
         return error
+
+    def refusal(self, path: str, body: Any, status: int = 400) -> tuple[str | None, str]:
+        """Return param and code of a refused request's error."""
+        error = self.refuse(path, body, status)
+        return error["param"], error["code"]
 
     def wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until a condition holds, or fail."""

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.live_server import Live, server_fixture
-from helpers.scripted_http import events, scripted_server
+from helpers.scripted_http import events
 
 from windlass.clients import BadRequestError, Message, NotFoundError, Response, StreamError
 from windlass.engine.errors import EngineDeadError
@@ -135,11 +135,8 @@ CUT: list[tuple[str, list[dict[str, Any]], str]] = [
 async def test_incomplete_stream_of_events_raises(
     kind: str, endpoint: str, sent: list[dict[str, Any]], said: str
 ) -> None:
-    with scripted_server(events(*sent)) as server:
-        async with any_client(kind, server.url) as client:
-            call = (
-                client.responses("a", stream=True) if endpoint == "responses" else client.messages(USER, 5, stream=True)
-            )
-            async with await call as stream:
-                with pytest.raises(StreamError, match=said):
-                    await stream.get_final()
+    async with scripted_client(kind, events(*sent)) as (_, client):
+        call = client.responses("a", stream=True) if endpoint == "responses" else client.messages(USER, 5, stream=True)
+        async with await call as stream:
+            with pytest.raises(StreamError, match=said):
+                await stream.get_final()

@@ -1,4 +1,4 @@
-"""Every request field: its value in the engine, or the error 400 that names it."""
+"""Request fields: values that reach the engine, and defaults of the operator and the model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import time
 from typing import Any
 
 import pytest
-from helpers.live_server import Live
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.engine.interface.request import RepeatPenalty, SamplingParams
 from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.server.config.settings import SamplingDefaults
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.completions import CompletionRequest
 from windlass.server.text.workers.tasks import breaker_tokens
 
 PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "a"}
 
 
@@ -245,3 +247,76 @@ def test_many_unknown_fields_cost_as_much_as_one(live: Live) -> None:
     started = time.monotonic()
     live.refuse(PATH, {"prompt": "a", **{f"temperatur{i}": 1 for i in range(50_000)}})
     assert time.monotonic() - started < 10
+
+
+# ---- defaults of the operator and of the model ------------------------------------------------------------------------
+DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, typical_p=0.9, repetition_penalty=1.05)
+operated = server_fixture(sampling=DEFAULTS, other_model_names=("alias", "org/model"), root_path="/a/llm")
+
+
+def sampling_of(operated: Live, path: str, **body: Any) -> Any:
+    content = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
+    operated.engine.requests.clear()
+    assert operated.post(path, {**content, **body}).status_code == 200
+    return operated.engine.requests[0].sampling
+
+
+@pytest.mark.parametrize("path", [CHAT, PATH])
+def test_model_defaults_apply_to_requests_without_the_fields(operated: Live, path: str) -> None:
+    names = list(SamplingDefaults.__dataclass_fields__)
+    neutral = SamplingDefaults()
+    sampling = sampling_of(operated, path)
+    assert {name: getattr(sampling, name) for name in names} == {name: getattr(DEFAULTS, name) for name in names}
+    for given in names:  # individually; a neutral value or 0 counts as given
+        sampling = sampling_of(operated, path, **{given: getattr(neutral, given)})
+        for name in names:
+            assert getattr(sampling, name) == getattr(neutral if name == given else DEFAULTS, name), (given, name)
+    assert sampling_of(operated, path, temperature=0).temperature == 0
+    assert sampling_of(operated, path, temperature=None).temperature == 0.6
+
+
+def test_model_object_has_the_defaults_under_every_name(operated: Live) -> None:
+    listed = operated.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["toy", "alias", "org/model"]
+    assert all(model["sampling_defaults"]["top_k"] == 20 for model in listed)
+    for model in listed:
+        assert operated.http.get(f"/v1/models/{model['id']}").json() == model
+        answer = operated.post(PATH, {"prompt": "a", "model": model["id"]}).json()
+        assert answer["model"] == "toy"
+    assert operated.refuse(PATH, {"prompt": "a", "model": "other"}, 404)["code"] == "model_not_found"
+
+
+def test_every_answer_and_chunk_has_the_fingerprint(operated: Live) -> None:
+    seen = set()
+    for path, content in ((PATH, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+        seen.add(operated.post(path, content).json()["system_fingerprint"])
+        events = operated.stream(path, {**content, "stream_options": {"include_usage": True}})[:-1]
+        assert len(events) > 2
+        seen |= {event["system_fingerprint"] for event in events}
+    assert len(seen) == 1 and seen.pop().startswith("fp_")
+
+
+def test_fingerprint_depends_on_the_defaults_and_not_on_names(operated: Live) -> None:
+    def fingerprint(**settings: Any) -> str:
+        with live_server(**settings) as other:
+            return other.complete("a")["system_fingerprint"]
+
+    own = operated.complete("a")["system_fingerprint"]
+    assert fingerprint(sampling=DEFAULTS) == own  # names and paths change nothing
+    assert fingerprint() != own
+
+
+def test_root_path_with_and_without_a_stripping_proxy(operated: Live) -> None:
+    assert operated.http.get("/a/llm/v1/models").json() == operated.http.get("/v1/models").json()
+    assert operated.post("/a/llm/v1/completions", {"prompt": "a"}).status_code == 200
+    for path in ("/a/llmv1/models", "/a/v1/models", "/a/llm", "/a/llm/a/llm/v1/models"):
+        assert operated.http.get(path).status_code == 404
+    assert operated.http.get("/openapi.json").json()["servers"] == [{"url": "/a/llm"}]
+
+
+def test_keys_are_required_under_a_root_path() -> None:
+    with live_server(root_path="/llm", api_keys=("k",)) as locked:
+        for path in ("/v1/models", "/llm/v1/models", "/llm/llm/health", "/health/llm/v1/models"):
+            assert locked.http.get(path).status_code == 401, path
+        assert locked.http.get("/llm/health").status_code == locked.http.get("/health").status_code == 200
+        assert locked.http.get("/llm/v1/models", headers={"authorization": "Bearer k"}).status_code == 200

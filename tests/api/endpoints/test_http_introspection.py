@@ -20,7 +20,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
-def test_the_pages_and_the_counters(live: Live) -> None:
+def test_pages_and_counters_of_the_cache(live: Live) -> None:
     live.engine.engine_stats = EngineStats(num_running=1, prefix_cache_queries=40, prefix_cache_hits=16)
     live.wait(lambda: live.http.get("/v1/cache").json()["counters"]["num_running"] == 1)
     shown = live.http.get("/v1/cache").json()
@@ -53,7 +53,7 @@ def test_attention_maps_are_off_by_default(live: Live) -> None:
     assert error["code"] == "attention_off" and "--attention-maps" in error["message"]
 
 
-def test_a_map_and_its_means() -> None:
+def test_attention_map_and_its_means() -> None:
     with live_server(attention_maps=True) as live:
         shown = live.post(ATTENTION, {"prompt": "hello", "layer": 1, "head": 3, "rope_scaling": YARN}).json()
         (question,) = live.engine.attention

@@ -193,7 +193,7 @@ def test_failures_before_the_stream_have_their_own_status(live: Live) -> None:
 def test_silence_is_filled_with_pings() -> None:
     with live_server(stream_comment_seconds=0.02) as quick:
         body = {"messages": USER, "max_tokens": 2}
-        names = [event["type"] for event in named_events(quick, PATH, body, told=quick.let_go("event: ping", 3))]
+        names = [event["type"] for event in named_events(quick, PATH, body, on_text=quick.let_go("event: ping", 3))]
     assert names[0] == "ping" and names.index("message_start") > 2 and names[-1] == "message_stop"
 
 

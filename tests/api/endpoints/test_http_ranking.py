@@ -243,7 +243,7 @@ def test_head_joins_pairs_if_the_chat_template_cannot() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-def test_documents_come_best_first(live: Live, path: str) -> None:
+def test_documents_are_sorted_by_score(live: Live, path: str) -> None:
     documents = ["a", {"text": "z", "id": None}, "m", "z"]
     answer = live.request(path, query="q", documents=documents)
     scores = [cosine(vector("q", live), vector(text, live)) for text in "azmz"]

@@ -72,8 +72,8 @@ OUT_OF_BOUNDS: list[tuple[str, list[Any]]] = [
     ("max_tokens", [-1, 2**31, 1.5, "5", True, [], 10**30]),
     ("temperature", [-0.1, 101, "1", True, [], 10**400]),
     ("top_p", [0, 1.01, -1, "x"]),
-    ("n", [0, 65, -1, 1.0, "2", True, 10**30]),
-    ("best_of", [0, 65]),
+    ("n", [0, 65, -1, 1.0, "2", True, 10**6, 2**63, 10**30]),
+    ("best_of", [0, 65, 10**6, 2**63, 10**30]),
     ("stream", ["true", 1, []]),
     ("stream_options", [5, [], "x"]),
     ("stop", [5, [5], [""], "", ["a"] * 17, "x" * 257, {"a": 1}]),
@@ -122,6 +122,11 @@ COMPLETION_REFUSALS = refused(
     *(({"prompt": prompt}, "prompt") for prompt in (
         None, [], {}, 5, True, [True], [[]], [[], [5]], ["a", 5], [5, "a"], [[5], "a"], [["a"]], [[5, 1.5]], [5, None], [-1],
         [423], [10**30], [[423]], [[[5]]], [1.5],
+    )),
+    *(({"prompt": [each] * 1025}, "prompt") for each in ("a", [5])),
+    *(({field: value}, field, "vocabulary") for field, value in (
+        ("logit_bias", {"423": 1}), ("logit_bias", {"9999999999": 1}), ("stop_token_ids", [423]),
+        ("allowed_token_ids", [2**31 - 1]),
     )),
     ({"rope_update": "sometimes"}, "rope_update"),
     ({"rope_update": 5}, "rope_update"),

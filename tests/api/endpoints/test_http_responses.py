@@ -368,8 +368,7 @@ def test_truncation(live: Live) -> None:
     answer = ask(live, turns, truncation="auto", max_output_tokens=8)
     assert live.prompt.endswith("[user]last") and "user 0" not in live.prompt
     assert answer["truncation"] == "auto"
-    error = live.refuse(PATH, {"input": turns, "truncation": "disabled"})
-    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert live.refusal(PATH, {"input": turns, "truncation": "disabled"}) == ("input", "context_length_exceeded")
     assert ask(live, truncation="disabled")["truncation"] == "disabled"
     error = live.refuse(PATH, {"input": "a", "truncation": "disabled", "max_output_tokens": 64})
     assert (error["param"], error["code"]) == ("max_output_tokens", "context_length_exceeded")

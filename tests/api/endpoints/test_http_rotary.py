@@ -37,7 +37,7 @@ def ntk(stretch: float) -> list[float]:
 
 
 # ---- settings of the server ------------------------------------------------------------------------------------------
-def test_the_model_the_default_and_the_profiles(live: Live) -> None:
+def test_settings_show_the_model_the_default_and_the_profiles(live: Live) -> None:
     answer = live.http.get("/v1/rotary").json()
     group = {"rope_type": "default", "rope_theta": 1e4, "rotary_dim": 16}
     group |= {"original_max_position_embeddings": 128, "max_position_embeddings": 128}
@@ -52,7 +52,7 @@ def test_the_model_the_default_and_the_profiles(live: Live) -> None:
 
 
 @pytest.mark.parametrize(("update", "policy"), [(None, "frozen"), ("rotate", "rotate")])
-def test_the_defaults_policy(update: Any, policy: str) -> None:
+def test_policy_of_the_default_scaling(update: Any, policy: str) -> None:
     groups = tuple(replace(group, scaling=PROFILES["grow"]) for group in ROTARY)
     engine = ScriptedEngine(info=model_info(rotary_groups=groups))
     with live_server(engine, rope_update=update, rope_policy="off", rope_exact=True) as live:

@@ -61,31 +61,33 @@ def in_format(schema: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
 
 
+SPELLINGS: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [  # one per kind of grammar, then the others
+    ({"response_format": {"type": "json_object"}}, OBJECT),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}}, POINTS),
+    ({"structured_outputs": {"regex": "(ab)+"}}, ABS),
+    ({"structured_outputs": {"grammar": GBNF}}, SUMS),
+    ({"guided_choice": PETS[0]}, PETS),
+    ({"guided_grammar": LARK}, SUMS),
+    ({"grammar": GBNF}, SUMS),
+    ({"response_format": {"type": "json_object", "schema": POINT}}, POINTS),
+    ({"response_format": {"type": "json_schema", "schema": POINT}}, POINTS),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT, "strict": None}}}, POINTS),
+    ({"structured_outputs": {"json": POINT}}, POINTS),
+    ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS),
+    ({"structured_outputs": {"json_object": True}}, OBJECT),
+    ({"structured_outputs": {"choice": PETS[0]}}, PETS),
+    ({"guided_json": POINT}, POINTS),
+    ({"guided_json": json.dumps(POINT)}, POINTS),
+    ({"guided_regex": "^(ab)+$"}, ABS),
+    ({"guided_grammar": GBNF}, SUMS),
+    ({"json_schema": POINT}, POINTS),
+    ({"json_schema": {}}, (["1", "null", "[]"], ["", "nul"])),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fields", "texts"),
-    [
-        ({"response_format": {"type": "json_object"}}, OBJECT),
-        ({"response_format": {"type": "json_object", "schema": POINT}}, POINTS),
-        ({"response_format": {"type": "json_schema", "schema": POINT}}, POINTS),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}}, POINTS),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT, "strict": None}}}, POINTS),
-        ({"structured_outputs": {"json": POINT}}, POINTS),
-        ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS),
-        ({"structured_outputs": {"json_object": True}}, OBJECT),
-        ({"structured_outputs": {"regex": "(ab)+"}}, ABS),
-        ({"structured_outputs": {"choice": PETS[0]}}, PETS),
-        ({"structured_outputs": {"grammar": GBNF}}, SUMS),
-        ({"guided_json": POINT}, POINTS),
-        ({"guided_json": json.dumps(POINT)}, POINTS),
-        ({"guided_regex": "^(ab)+$"}, ABS),
-        ({"guided_choice": PETS[0]}, PETS),
-        ({"guided_grammar": LARK}, SUMS),
-        ({"guided_grammar": GBNF}, SUMS),
-        ({"grammar": GBNF}, SUMS),
-        ({"json_schema": POINT}, POINTS),
-        ({"json_schema": {}}, (["1", "null", "[]"], ["", "nul"])),
-    ],
-)  # fmt: skip
+    ("fields", "texts"), [*SPELLINGS[:7], *(pytest.param(*row, marks=pytest.mark.slow) for row in SPELLINGS[7:])]
+)
 def test_every_spelling_in_chats_and_completions(
     live: Live, fields: dict[str, Any], texts: tuple[list[str], list[str]]
 ) -> None:

@@ -99,7 +99,7 @@ def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], beg
     assert live.prompt.startswith(begin)
 
 
-def test_effort_none(live: Live) -> None:
+def test_unknown_effort_is_refused(live: Live) -> None:
     error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
     assert error["param"] == "reasoning_effort"
 

@@ -87,7 +87,7 @@ def test_lone_surrogate_in_a_call(live: Live) -> None:
     assert (block["name"], block["input"]) == (call["name"], json.loads(call["arguments"]))
 
 
-def test_content_is_null_where_there_is_none(live: Live) -> None:
+def test_content_of_a_call_without_text_is_null(live: Live) -> None:
     live.generate(CALL)
     assert ask(live, tools=[LOOK])["message"]["content"] is None
     live.generate("Hello.")
