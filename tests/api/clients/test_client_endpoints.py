@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from api_helpers.any_client import any_client, scripted_client
-from helpers.live_server import MODEL, Live, live_server
+from helpers.live_server import MODEL, Live, live_server, server_fixture
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.scripted_http import answer, scripted_server
 from hypothesis import given, settings
@@ -385,30 +385,34 @@ def test_metrics_text_format() -> None:
 
 
 # ---- pooling, scores and classes --------------------------------------------------------------------------------------
-async def test_embeddings_in_both_encodings(live: Live, kind: str) -> None:
-    async with any_client(kind, live.url) as client:
+open_server = server_fixture()
+
+
+async def test_embeddings_in_both_encodings(open_server: Live, kind: str) -> None:
+    open_server.reset()
+    async with any_client(kind, open_server.url) as client:
         packed = await client.embeddings([[5], [6, 7]], dimensions=3, deadline=30)
         plain = await client.embeddings([[5], [6, 7]], dimensions=3, encoding_format="float")
         assert packed.vectors == plain.vectors == [(5, 1, 2), (7, 1, 2)]
         assert packed.usage.prompt_tokens == packed.usage.total_tokens == 3 and packed.request_id
         one = await client.embeddings("hello", pooling="mean", normalize=False, rope_scaling=RopeScaling.linear(2))
         assert len(one.data) == 1
-    request = live.engine.requests[-1]
+    request = open_server.engine.requests[-1]
     assert request.pooling is not None and (request.pooling.kind, request.pooling.normalize) == ("mean", False)
-    assert request.rope_scaling is not None and live.engine.requests[0].deadline is not None
+    assert request.rope_scaling is not None and open_server.engine.requests[0].deadline is not None
 
 
 @pytest.mark.parametrize("encoding", [None, "float", "base64"])
-async def test_pooled_states_in_both_encodings(live: Live, kind: str, encoding: str | None) -> None:
-    async with any_client(kind, live.url) as client:
+async def test_pooled_states_in_both_encodings(open_server: Live, kind: str, encoding: str | None) -> None:
+    async with any_client(kind, open_server.url) as client:
         several = await client.pooling([[5, 6], [7]], pooling="all", dimensions=2, encoding_format=encoding)
         assert [item.rows for item in several.data] == [((5, 1), (6, 1)), ((7, 1),)]
         single = await client.pooling([5, 6], dimensions=2, encoding_format=encoding)
         assert [item.rows for item in single.data] == [((6, 1),)]
 
 
-async def test_score_and_rerank(live: Live, kind: str) -> None:
-    async with any_client(kind, live.url) as client:
+async def test_score_and_rerank(open_server: Live, kind: str) -> None:
+    async with any_client(kind, open_server.url) as client:
         scores = await client.score("q", ["a", "z"])
         ranking = await client.rerank("q", ["a", {"text": "z"}], top_n=1)
         assert [result.index for result in ranking.results] == [1]
@@ -418,8 +422,8 @@ async def test_score_and_rerank(live: Live, kind: str) -> None:
         assert bare.results[0].document is None
 
 
-async def test_classify(live: Live, kind: str) -> None:
-    async with any_client(kind, live.url) as client:
+async def test_classify(open_server: Live, kind: str) -> None:
+    async with any_client(kind, open_server.url) as client:
         with pytest.raises(BadRequestError) as caught:
             await client.classify("x")
         assert caught.value.code == "no_classifier"
