@@ -48,7 +48,7 @@ def posted(http: httpx.Client, path: str, body: bytes) -> httpx.Response:
         pytest.param(TEMPLATES, 4000, id="more texts", marks=pytest.mark.slow),
         pytest.param(ITEM_TEMPLATES, 100, id="items"),
         pytest.param(ITEM_TEMPLATES, 600, id="more items", marks=pytest.mark.slow),
-        pytest.param(PROMPT_TEMPLATES, 600, id="prompts"),
+        pytest.param(PROMPT_TEMPLATES, 600, id="prompts", marks=pytest.mark.slow),
     ],
 )
 def test_thousands_of_bodies(templates: list[tuple[str, dict[str, Any]]], bodies: int) -> None:
