@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, chat_logprobs
 from windlass.server.serving.response_writer import ByteBudget
 from windlass.server.text.stream_parser import (
@@ -18,14 +18,10 @@ from windlass.server.text.stream_parser import (
     Content,
     Event,
     OutputParser,
-    ParsingPlan,
     PlainTextParser,
     Reasoning,
     TracksThinking,
 )
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -197,26 +193,24 @@ class AnswerBlock:
 
 
 class BlockWriter(ABC):
-    """Writes the only answer of a prompt as blocks. parsing: how its text is parsed, None if all of it is text.
+    """Writes the only answer of a prompt as blocks.
 
     collects: whether a stream stores its blocks, because later events repeat them.
     """
 
     collects = True
 
-    def __init__(
-        self, tokenizer: Tokenizer, token_usage: TokenUsage, options: ResponseOptions, parsing: ParsingPlan | None
-    ) -> None:
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        self.job = job
         self.token_usage = token_usage
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
-        self.budget = ByteBudget(options.max_bytes)
+        self.budget = ByteBudget(job.state.settings.max_response_bytes)
         self.started = False
-        self._tokenizer = tokenizer
-        self._options = options
-        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.new_parser(), token_usage)
+        parser = PlainTextParser() if job.parsing is None else job.parsing.new_parser()
+        self._builder = MessageBuilder(parser, token_usage)
         self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
@@ -264,7 +258,7 @@ class BlockWriter(ABC):
 
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
         events = self._builder.parse(delta)
-        if self._options.logprobs is not None:
+        if self.job.logprobs is not None:
             self._logprobs += delta.logprobs
         for event in events:
             if not self._continues_open_block(event):
@@ -310,7 +304,7 @@ class BlockWriter(ABC):
     def _new_block(self, event: Event) -> AnswerBlock:
         index = len(self.blocks)
         if isinstance(event, Content):
-            block = AnswerBlock(index, "text", logprobs=None if self._options.logprobs is None else JsonList())
+            block = AnswerBlock(index, "text", logprobs=None if self.job.logprobs is None else JsonList())
         elif isinstance(event, Reasoning):
             block = AnswerBlock(index, "thinking")
         else:
@@ -332,8 +326,7 @@ class BlockWriter(ABC):
             self._logprobs.clear()
             return None
         found = JsonList()
-        top, names = self._options.logprobs or 0, self._options.tokens_as_ids
-        found.extend(chat_logprobs(self._tokenizer, self._logprobs, top, names=names)["content"])
+        found.extend(chat_logprobs(self.job.state.tokenizer, self._logprobs, self.job.logprobs or 0)["content"])
         self._logprobs.clear()
         return found
 

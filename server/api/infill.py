@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -30,12 +31,11 @@ from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import ResponseOptions, admit_request
+from windlass.server.serving.job import GenerationJob, admit_request
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
 from windlass.server.serving.response_writer import ByteBudget, CollectedChoice
 from windlass.server.serving.streaming import Exchange, StreamFormat
 from windlass.server.text.detokenizer import LineLimits
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "return_token_ids": "return_tokens"}
 
@@ -109,17 +109,11 @@ class InfillWriter:
     """
 
     def __init__(
-        self,
-        token_usage: TokenUsage,
-        options: ResponseOptions,
-        *,
-        model: str,
-        fields: Sequence[str] | None,
-        truncated: bool,
+        self, job: GenerationJob, token_usage: TokenUsage, *, fields: Sequence[str] | None, truncated: bool
     ) -> None:
-        self._tally = token_usage
-        self._options = options
-        self._model = model
+        self._token_usage = token_usage
+        self._returns_tokens = bool(job.body.return_token_ids)
+        self._model = job.model_name
         self._fields = fields
         self._truncated = truncated
         self._result = CollectedChoice()
@@ -127,7 +121,7 @@ class InfillWriter:
         self._first_token_at: float | None = None
         self._last_delta_at = self._started_at
         self._has_new_line = False
-        self.budget = ByteBudget(options.max_bytes)
+        self.budget = ByteBudget(job.state.settings.max_response_bytes)
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
@@ -150,11 +144,11 @@ class InfillWriter:
         piece = {
             "index": 0,
             "content": delta.text,
-            "tokens": list(delta.token_ids) if self._options.return_token_ids else [],
+            "tokens": list(delta.token_ids) if self._returns_tokens else [],
             "stop": False,
             "id_slot": 0,
-            "tokens_predicted": self._tally.completion_tokens,
-            "tokens_evaluated": self._tally.prompt_tokens,
+            "tokens_predicted": self._token_usage.completion_tokens,
+            "tokens_evaluated": self._token_usage.prompt_tokens,
         }
         return _event(to_json(piece))
 
@@ -183,12 +177,12 @@ class InfillWriter:
         self._has_new_line = self._has_new_line or "\n" in delta.text
 
     def _response(self) -> Infill:
-        result, token_usage = self._result, self._tally
+        result, token_usage = self._result, self._token_usage
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         response = Infill(
             index=0,
             content=result.text,
-            tokens=list(result.token_ids) if self._options.return_token_ids else [],
+            tokens=list(result.token_ids) if self._returns_tokens else [],
             id_slot=0,
             stop=True,
             model=self._model,
@@ -206,7 +200,7 @@ class InfillWriter:
         return response
 
     def _timings(self) -> InfillTimings:
-        token_usage = self._tally
+        token_usage = self._token_usage
         first = self._last_delta_at if self._first_token_at is None else self._first_token_at
         computed, after_first = (
             token_usage.prompt_tokens - token_usage.cached_tokens,
@@ -324,16 +318,7 @@ async def infill(request: Request) -> Response:
             exchange.begin_stream()
         with translated.names.renamed_errors():
             prompt, truncated = await fit_infill_prompt(job, body)
-
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> InfillWriter:
-                return InfillWriter(
-                    token_usage,
-                    job.options,
-                    model=job.model_name,
-                    fields=body.response_fields,
-                    truncated=truncated,
-                )
-
+            make_writer = partial(InfillWriter, job, fields=body.response_fields, truncated=truncated)
             await run_generation(exchange, job, [prompt], param="input_prefix", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline, stream_format=StreamFormat(done=b""))

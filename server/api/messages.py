@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -39,10 +40,10 @@ from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replac
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.reasoning import ThinkingControl
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -195,13 +196,14 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageWriter(BlockWriter):
-    """Writes a content block for each block: `thinking`, `text` or `tool_use`. message: `id` and `model` of the answer."""
+    """Writes a content block for each block: `thinking`, `text` or `tool_use`."""
 
     collects = False  # no event repeats earlier text
 
-    def __init__(self, *args: Any, message: dict[str, Any]) -> None:
-        super().__init__(*args)
-        self._message = {"type": "message", "role": "assistant", **message}
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        super().__init__(job, token_usage)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        self._message = {"type": "message", "role": "assistant", "id": message_id, "model": job.model_name}
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def opening_events(self) -> bytes:
@@ -356,12 +358,7 @@ async def create_message(request: Request) -> Response:
             exchange.begin_stream()
         with translated.names.renamed_errors():
             prompts, job = await prepare_chat(chat)
-
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> MessageWriter:
-                message = {"id": f"msg_{uuid.uuid4().hex}", "model": job.model_name}
-                return MessageWriter(state.tokenizer, token_usage, job.options, job.parsing, message=message)
-
-            await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
+            await run_generation(exchange, job, prompts, param="messages", make_writer=partial(MessageWriter, job))
 
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"

@@ -53,10 +53,10 @@ from windlass.server.schemas.tools import (
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -246,11 +246,13 @@ class ResponseWriter(BlockWriter):
 
     def __init__(
         self,
-        *args: Any,
+        job: GenerationJob,
+        token_usage: TokenUsage,
+        *,
         response: dict[str, Any],
         store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
-        super().__init__(*args)
+        super().__init__(job, token_usage)
         self._response = response
         self._id_suffix = str(response["id"]).removeprefix("resp_")
         self._store_response = store_response
@@ -542,17 +544,10 @@ async def create_response(request: Request) -> Response:
             def store_response(answer: bytes, output: list[dict[str, Any]]) -> None:
                 _store(state, owner, str(response["id"]), body, previous, answer, output)
 
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ResponseWriter:
-                writer = ResponseWriter(
-                    state.tokenizer,
-                    token_usage,
-                    job.options,
-                    job.parsing,
-                    response=response,
-                    store_response=None if body.store is False else store_response,
-                )
-                writers.append(writer)
-                return writer
+            def make_writer(token_usage: TokenUsage) -> ResponseWriter:
+                store = None if body.store is False else store_response
+                writers.append(ResponseWriter(job, token_usage, response=response, store_response=store))
+                return writers[0]
 
             await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import ModelInfo
@@ -18,14 +17,7 @@ from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
-from windlass.server.serving.job import (
-    GenerationJob,
-    ResponseOptions,
-    build_engine_request,
-    envelope,
-    resolve_deadline,
-    scaling_hint,
-)
+from windlass.server.serving.job import GenerationJob, build_engine_request, resolve_deadline, scaling_hint
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
 from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, Writer
@@ -93,7 +85,6 @@ def check_generation(
         defaults=state.settings.sampling,
     )
     rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
-    usage = body.stream_options
     return GenerationJob(
         state=state,
         body=body,
@@ -104,18 +95,7 @@ def check_generation(
         deadline=resolve_deadline(body, state.settings, arrival),
         sampling=sampling,
         rotation=rotation,
-        options=ResponseOptions(
-            n=n,
-            samples=samples,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            return_token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            usage_at_end=usage is not None and bool(usage.include_usage),
-            usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
-            max_bytes=state.settings.max_response_bytes,
-        ),
+        logprobs=logprobs,
         overflow=overflow,
         rule=rule,
         reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
@@ -159,7 +139,7 @@ async def run_generation(
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
+    make_writer: Callable[[TokenUsage], Writer],
 ) -> None:
     """Generate for `prompts` and respond. param: the field of the prompts, for errors."""
     state = job.state
@@ -170,7 +150,7 @@ async def run_generation(
             state.metrics.count_adapter_request(job.adapter.source.name)
         generation = Generation(job, prompts, await _build_requests(job, prompts, param))
         token_usage = generation.token_usage
-        writer = make_writer(prompts, token_usage)
+        writer = make_writer(token_usage)
         streaming = bool(job.body.stream)
         state.callers.charge_prompt_tokens(job.caller, token_usage.prompt_tokens)
         observers = generation_observers(exchange, job, prompts, token_usage)
@@ -259,11 +239,3 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
         requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
     return requests
-
-
-def fingerprinted_envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
-    """`envelope` with the fingerprint of the model and its settings."""
-    return {
-        **envelope(prefix, kind, job),
-        "system_fingerprint": job.state.fingerprint_with_adapter(job.info, job.adapter),
-    }

@@ -29,29 +29,6 @@ from windlass.server.text.stream_parser import ParsingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """What a response shows.
-
-    n: choices per prompt. samples: outputs per prompt, of which the best n are shown.
-    logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities.
-    tokens_as_ids: name tokens in log-probabilities "token_id:17" instead of by text, which may be ambiguous.
-    usage_at_end, usage_always: `stream_options`.
-    max_bytes: a larger response fails.
-    """
-
-    n: int = 1
-    samples: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    skip_special_tokens: bool = True
-    usage_at_end: bool = False
-    usage_always: bool = False
-    max_bytes: int = 2**63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestJob:
     """A checked request that waits for its prompts. caller: for turns and limits. arrival, deadline: monotonic seconds."""
 
@@ -77,14 +54,15 @@ class RequestJob:
 class GenerationJob(RequestJob):
     """A checked request that generates.
 
-    sampling: for all prompts; max_tokens is clamped per prompt. size: what the context holds under `rule`.
+    sampling: for all prompts; max_tokens is clamped per prompt. logprobs: alternatives per generated token that the response
+    shows, None for no log-probabilities. size: what the context holds under `rule`.
     parsing: parser of the output, None if all text is content. structured: required form of the output. phase: where the output
     begins in the model's thinking. tools: for the chat template. dropped_turns: turns left out of the chat, None if none may be.
     """
 
     body: GenerationRequest
     sampling: SamplingParams
-    options: ResponseOptions
+    logprobs: int | None
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
     size: ContextSize

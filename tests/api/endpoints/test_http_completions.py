@@ -222,14 +222,13 @@ def test_best_of_returns_the_most_likely(live: Live) -> None:
 
 def test_best_of_ranks_by_logprob_per_token() -> None:
     from helpers.scripted_engine import logprobs_of
+    from helpers.writer_jobs import writer_job
 
     from windlass.server.api.completions import CompletionWriter
     from windlass.server.serving.deltas import Delta, TokenUsage
-    from windlass.server.serving.job import ResponseOptions
     from windlass.server.text.service import Prompt
 
-    options = ResponseOptions(n=1, samples=3)
-    writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
+    writer = CompletionWriter(writer_job(samples=3), [Prompt([1])], TokenUsage())
     for choice, token in enumerate((1, 2, 3)):  # 2 is the more likely of its pair
         writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
     (best,) = writer.answer()["choices"]

@@ -10,16 +10,16 @@ from typing import Any
 import httpx
 import pytest
 from helpers.eventually import in_time
-from helpers.live_server import live_server, toy_tokenizer
+from helpers.live_server import live_server
 from helpers.probing import watched
 from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import logprobs_of
+from helpers.writer_jobs import writer_job
 
 from windlass.server.api.chat import ChatWriter
 from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
 from windlass.server.text.service import Prompt
 
 PROMPTS = [[300 + (7 * row + column) % 3000 for column in range(500)] for row in range(256)]
@@ -65,13 +65,12 @@ def test_the_limit_is_the_operators() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_response_that_grows_past_the_limit_is_ended(logprobs: int | None) -> None:
-    options = ResponseOptions(max_bytes=1000, logprobs=logprobs)
-    tokenizer = toy_tokenizer()
-    ids = tuple(tokenizer.encode("hello", add_special_tokens=False))
+    job = writer_job(max_response_bytes=1000, logprobs=logprobs)
+    ids = tuple(job.state.tokenizer.encode("hello", add_special_tokens=False))
     entries = () if logprobs is None else tuple(logprobs_of(token_id, 2) for token_id in ids)
     for writer in (
-        CompletionWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
-        ChatWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
+        CompletionWriter(job, [Prompt([1])], TokenUsage()),
+        ChatWriter(job, [Prompt([1])], TokenUsage()),
     ):
         with pytest.raises(ApiError, match="limit of 1000") as caught:
             for _ in range(1000):
