@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -20,6 +19,7 @@ from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
+from windlass.server.text.service import ChatOptions, TokenizeOptions
 
 router = ApiRouter("Tokens", "Text to token ids and back.")
 
@@ -158,35 +158,27 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
-    if body.messages is not None:
-        text = await _render(state, body, body.messages, caller)
-        add_special_tokens, param = bool(body.add_special_tokens), "messages"
-    else:
-        assert body.prompt is not None
-        text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
     info = state.engine.info
-    return await state.text.tokenize(
-        text,
-        add_special_tokens=add_special_tokens,
-        offsets=body.return_offsets is not False,
-        token_strs=bool(body.return_token_strs),
-        max_model_len=None if info is None else info.max_model_len,
-        param=param,
-        caller=caller,
-    )
+    options: TokenizeOptions = {
+        # A chat template contains the special tokens.
+        "add_special_tokens": (body.messages is None) if body.add_special_tokens is None else body.add_special_tokens,
+        "offsets": body.return_offsets is not False,
+        "token_strs": bool(body.return_token_strs),
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+    if body.messages is not None:
+        return await state.text.tokenize_chat(body.messages, _chat_options(body), caller=caller, **options)
+    assert body.prompt is not None
+    return await state.text.tokenize(body.prompt, caller=caller, **options)
 
 
-async def _render(
-    state: ServerState, body: TokenizeRequest | TemplateRequest, messages: Sequence[ChatMessage], caller: str
-) -> str:
-    return await state.text.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        tools=tools_for_template(body.tools),
-        caller=caller,
-    )
+def _chat_options(body: TokenizeRequest | TemplateRequest) -> ChatOptions:
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": body.chat_template_kwargs,
+        "tools": tools_for_template(body.tools),
+    }
 
 
 @router.endpoint(
@@ -206,7 +198,8 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, TemplateRequest)
     state.check_model(body.model)
     _check_characters(state, body)
-    text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
+    rendering = state.text.render(body.messages, caller=caller_of(request), **_chat_options(body))
+    text = await run_while_connected(request, rendering)
     answer = await state.text.run_in_thread(TemplateAnswer(prompt=text).json_bytes)
     if len(answer) > state.settings.max_response_bytes:
         raise response_too_large(len(answer), state.settings.max_response_bytes)

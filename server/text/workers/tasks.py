@@ -143,6 +143,12 @@ class TextTasks:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _check_size(to_json(payload), max_bytes, "prompt")
 
+    def tokenize_chat(self, *, conversation: Mapping[str, Any], **options: Any) -> bytes:
+        """`tokenize` of a conversation. The second phase tokenizes. conversation: arguments of `render`. options: of `tokenize`."""
+        text = self.render(**conversation)
+        self.next_phase(len(text))
+        return self.tokenize(text=text, **options)
+
     def decode(self, *, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
