@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, chat_logprobs
-from windlass.server.serving.response_writer import ByteBudget
+from windlass.server.serving.response_writer import Writer
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,
@@ -192,7 +192,7 @@ class AnswerBlock:
         return self._parts[0] if self._parts else ""
 
 
-class BlockWriter(ABC):
+class BlockWriter(Writer):
     """Writes the only answer of a prompt as blocks.
 
     collects: whether a stream stores its blocks, because later events repeat them.
@@ -201,13 +201,11 @@ class BlockWriter(ABC):
     collects = True
 
     def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
-        self.job = job
-        self.token_usage = token_usage
+        super().__init__(job, token_usage)
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
-        self.budget = ByteBudget(job.state.settings.max_response_bytes)
         self.started = False
         parser = PlainTextParser() if job.parsing is None else job.parsing.new_parser()
         self._builder = MessageBuilder(parser, token_usage)
@@ -231,17 +229,8 @@ class BlockWriter(ABC):
     def block_stop_events(self, block: AnswerBlock) -> bytes:
         """The events that end a block."""
 
-    @abstractmethod
-    def last_event(self) -> bytes:
-        """The events that end the stream."""
-
-    @abstractmethod
-    def pieces(self) -> list[bytes]:
-        """JSON of the complete answer."""
-
     # ---- deltas of a generation --------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta. Raises ApiError if the stored blocks become too large."""
         events = b""
         if not self.started:
             self.started = True
@@ -249,12 +238,8 @@ class BlockWriter(ABC):
         return events + b"".join(self._process(delta, collect=self.collects))
 
     def add(self, delta: Delta) -> None:
-        """Store a delta. Raises ApiError if the answer becomes too large."""
         for _ in self._process(delta, collect=True, emit=False):
             pass
-
-    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        raise AssertionError("these APIs have no prompt log-probabilities")  # no request of these APIs has this option
 
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
         events = self._builder.parse(delta)

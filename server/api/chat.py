@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
@@ -154,20 +154,10 @@ class ChatWriter(ChoiceWriter):
 
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
-
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1767225600,
-        "model": "demo",
-        "system_fingerprint": "fp_4f1d2c3b5a697887",
-        "choices": choices,
-        "usage": usage,
-    }
+_example_chunk = partial(example_chunk, "chatcmpl", "chat.completion.chunk")
 
 
 def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -200,18 +190,10 @@ _CHAT = Operation(
         ),
     },
     stream_examples=[
-        _example_chunk([_example_choice({"role": "assistant", "content": ""})]),
-        _example_chunk([_example_choice({"content": "Far"})]),
-        _example_chunk([_example_choice({"content": "."}, "length", stop_reason=None)]),
-        _example_chunk(
-            [],
-            {
-                "prompt_tokens": 6,
-                "completion_tokens": 2,
-                "total_tokens": 8,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-        ),
+        _example_chunk(_example_choice({"role": "assistant", "content": ""})),
+        _example_chunk(_example_choice({"content": "Far"})),
+        _example_chunk(_example_choice({"content": "."}, "length", stop_reason=None)),
+        _example_chunk(),
     ],
 )
 
@@ -222,7 +204,7 @@ async def create_chat_completion(request: Request) -> Response:
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, ChatRequest)
-    chat = await check_chat(state, request, body, arrival=arrival)
+    chat = await check_chat(request, body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
 from windlass.server.app.request_body import read_body
-from windlass.server.app.state import caller_of, state_of
-from windlass.server.observability.logging import request_id
+from windlass.server.app.state import state_of
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
@@ -150,17 +149,7 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
     return sum(found.size for found in lists.values()) - before
 
 
-def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "created": 1767225600,
-        "model": "demo",
-        "system_fingerprint": "fp_4f1d2c3b5a697887",
-        "choices": choices,
-        "usage": usage,
-    }
-
+_example_chunk = partial(example_chunk, "cmpl", "text_completion")
 
 _COMPLETION = Operation(
     body=CompletionRequest,
@@ -193,19 +182,9 @@ _COMPLETION = Operation(
         ),
     },
     stream_examples=[
-        _example_chunk([{"index": 0, "text": " no", "logprobs": None, "finish_reason": None}]),
-        _example_chunk(
-            [{"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
-        ),
-        _example_chunk(
-            [],
-            {
-                "prompt_tokens": 6,
-                "completion_tokens": 2,
-                "total_tokens": 8,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-        ),
+        _example_chunk({"index": 0, "text": " no", "logprobs": None, "finish_reason": None}),
+        _example_chunk({"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}),
+        _example_chunk(),
     ],
 )
 
@@ -218,11 +197,9 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     info = admit_request(request, body)
     job = check_generation(
-        state,
+        request,
         body,
         info,
-        request_id=request_id(request.scope),
-        caller=caller_of(request),
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,

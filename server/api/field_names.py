@@ -13,7 +13,6 @@ from windlass.server.errors import ApiError
 from windlass.server.schemas.generation import GenerationRequest
 
 B = TypeVar("B", bound=GenerationRequest)
-
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(\w+))?.*")
 
 

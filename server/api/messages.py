@@ -36,7 +36,7 @@ from windlass.server.schemas.messages import (
     function_definitions,
     text_of,
 )
-from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replace_lone_surrogates
+from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, named_choice, replace_lone_surrogates
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
@@ -53,11 +53,8 @@ _FIELD_NAMES = {
 }
 
 _THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
-
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
-
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 router = ApiRouter("Messages", "Anthropic's Messages API.")
@@ -167,8 +164,8 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
         raise bad_request(
             "tool_choice.name is required for type 'tool', and not allowed for other types", "tool_choice.name"
         )
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
+    if choice.name is not None:
+        return named_choice(choice.name)
     return "required" if choice.type == "any" else choice.type
 
 
@@ -351,7 +348,7 @@ async def create_message(request: Request) -> Response:
     body = await read_body(request, MessageRequest)
     translated = await _translate(state, body)
     with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
+        chat = await check_chat(request, translated.body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:

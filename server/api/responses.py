@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Path
 from pydantic_core import to_json
@@ -29,6 +29,7 @@ from windlass.server.schemas.responses import (
     CallOutputItem,
     CountInputRequest,
     DeletedResponse,
+    FunctionTool,
     InputTokens,
     Item,
     ItemList,
@@ -43,12 +44,11 @@ from windlass.server.schemas.responses import (
     text_of,
 )
 from windlass.server.schemas.tools import (
-    FunctionDefinition,
     MadeFunctionCall,
     MadeToolCall,
-    ToolDefinition,
     allowed_choice,
     named_choice,
+    tool_definition,
 )
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
@@ -67,7 +67,6 @@ _FIELD_NAMES = {
 }
 
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
-
 _OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 _DELTA_EVENTS = {
@@ -78,15 +77,12 @@ _DELTA_EVENTS = {
 
 # OpenAI's error codes of responses, by status.
 _FAILURE_CODES = {429: "rate_limit_exceeded"}
-
 _ID_SUFFIX_LENGTH = 32  # characters after the prefix of an item's id that are also in its response's id
 
 router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
 
 MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
-
 ITEM_BYTES = 1024  # memory of an item in addition to its text
-
 _INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -114,6 +110,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["context_overflow"] = _context_overflow(body)
+    tools = cast(list[FunctionTool] | None, body.tools)  # others were refused
     chat = ChatRequest.model_construct(
         **fields,
         messages=messages,
@@ -121,7 +118,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         stop=body.stop,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tools=None if tools is None else [tool_definition(tool, tool.parameters) for tool in tools],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
@@ -198,13 +195,6 @@ class _MessagesBuilder:
     def _message(self, path: str, **fields: Any) -> None:
         self._messages.append(ChatMessage.model_construct(**fields))
         self._message_paths.append(path)
-
-
-def _tool(tool: Any) -> ToolDefinition:
-    function = FunctionDefinition.model_construct(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolDefinition.model_construct(type="function", function=function)
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -473,7 +463,6 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
 
 
 _QUESTION = {"input": "Where does the river begin?"}
-
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
 _RESPONSE = Operation(
@@ -529,7 +518,7 @@ async def create_response(request: Request) -> Response:
     previous = _previous_response(state, body, owner)
     translated = await _translate(state, body, owner, previous)
     with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
+        chat = await check_chat(request, translated.body, arrival=arrival)
     writers: list[ResponseWriter] = []  # one, after it was created
 
     async def work(exchange: Exchange) -> None:

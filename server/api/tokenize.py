@@ -12,11 +12,11 @@ from starlette.responses import Response
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.base import RequestedModel, StrictModel, TemplateVariables
+from windlass.server.errors import response_too_large
+from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.tools import Tools
-from windlass.server.serving.prompts import check_token_ids
+from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
 from windlass.server.text.service import ChatOptions, TokenizeOptions
@@ -55,11 +55,7 @@ class TokenizeRequest(_TemplateFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
         default=None, description="Turns of the conversation, oldest first."
     )
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
-        "Default: true for a text, false for a chat.",
-    )
+    add_special_tokens: AddSpecialTokens = None
     return_token_strs: bool | None = Field(
         default=None, description="Whether the texts of the tokens are returned. Default: false."
     )
@@ -235,12 +231,8 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_characters(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
-    most = state.settings.max_tokenize_chars
     if isinstance(body, TokenizeRequest) and body.prompt is not None:
-        size, param = len(body.prompt), "prompt"
+        check_tokenized_characters(state, len(body.prompt), "prompt")
     else:
-        size, param = sum(len(message.content or "") for message in body.messages or ()), "messages"
-    if size > most:
-        raise bad_request(
-            f"{param} holds {size} characters, at most {most} are tokenized at once", param, "string_too_long"
-        )
+        characters = sum(len(message.content or "") for message in body.messages or ())
+        check_tokenized_characters(state, characters, "messages")

@@ -6,13 +6,17 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.app.state import ServerState
+from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import answer_exceeds_context, bad_request
+from windlass.server.observability.logging import request_id
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
@@ -38,12 +42,10 @@ TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
 def check_generation(
-    state: ServerState,
+    request: Request,
     body: GenerationRequest,
     info: ModelInfo,
     *,
-    request_id: str,
-    caller: str,
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
@@ -51,6 +53,7 @@ def check_generation(
     parsing: ParsingPlan | None = None,
     forced: StructuredOutput | None = None,
     calls: str = "",
+    tools: list[dict[str, Any]] | None = None,
     line_limits: LineLimits | None = None,
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
@@ -58,8 +61,9 @@ def check_generation(
     logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
     forced: form of the output that another field requires. calls: Lark of calls, an alternative to the requested form.
-    line_limits: limits on the lines of the output.
+    tools: for the chat template. line_limits: limits on the lines of the output.
     """
+    state, caller = state_of(request), caller_of(request)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
     structured = parse_structured_output(body)
@@ -89,7 +93,7 @@ def check_generation(
         state=state,
         body=body,
         info=info,
-        request_id=request_id,
+        request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
         deadline=resolve_deadline(body, state.settings, arrival),
@@ -105,6 +109,7 @@ def check_generation(
         priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
+        tools=tools,
     )
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 OK = "ok"
-
 P = ParamSpec("P")
 
 

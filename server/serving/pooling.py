@@ -34,7 +34,6 @@ from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
-
 _NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
@@ -18,7 +18,6 @@ from windlass.server.text.service import Prompt
 
 ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are encoded at once
 LARGE_RESPONSE_BYTES = 256 * 1024  # from which encoding a response would block the event loop
-
 T = TypeVar("T")
 
 
@@ -36,25 +35,36 @@ class ByteBudget:
             raise response_too_large(self.size, self._limit)
 
 
-class Writer(Protocol):
-    """Writes the response of one request: `event` and `last_event` for streams, `add` and `pieces` otherwise."""
+class Writer(ABC):
+    """Writes the response of one request: `event` and `last_event` for streams, `add` and `pieces` otherwise.
 
-    budget: ByteBudget
+    budget: bytes of a response, or of the parts of a stream that are stored.
+    """
 
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        self.job = job
+        self.token_usage = token_usage
+        self.budget = ByteBudget(job.state.settings.max_response_bytes)
+
+    @abstractmethod
     def event(self, delta: Delta) -> bytes:
         """The events of one delta; empty if there are none yet."""
 
     def last_event(self) -> bytes:
         """The events after those of all deltas."""
+        return b""
 
+    @abstractmethod
     def add(self, delta: Delta) -> None:
         """Collect a delta. Raises ApiError if the response becomes too large."""
 
+    @abstractmethod
     def pieces(self) -> list[bytes]:
-        """The response as JSON, after all deltas."""
+        """The response as JSON, after all deltas. Call it on a thread if it is large."""
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Encode the log-probabilities of a prompt."""
+        """Encode the log-probabilities of a prompt. Call it on a thread: long prompts take a while."""
+        raise AssertionError("this API has no log-probabilities of prompts")
 
 
 @dataclass(slots=True)
@@ -88,7 +98,7 @@ class CollectedChoice:
         return self.logprob_sum / self.num_logprobs if self.num_logprobs else float("-inf")
 
 
-class ChoiceWriter(ABC):
+class ChoiceWriter(Writer):
     """Writes responses that have choices.
 
     Log-probabilities are encoded as they come, so that a large response is stored as text instead of millions of objects.
@@ -98,11 +108,10 @@ class ChoiceWriter(ABC):
     def __init__(
         self, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage, prefix: str, kind: str
     ) -> None:
+        super().__init__(job, token_usage)
         state, usage = job.state, job.body.stream_options
-        self.job = job
         self.tokenizer = state.tokenizer
         self.prompts = prompts
-        self.token_usage = token_usage
         self.samples = job.sampling.n  # per prompt; the best `n` of them are shown
         self.token_ids = bool(job.body.return_token_ids)
         self.names = bool(job.body.return_tokens_as_token_ids)  # "token_id:17" instead of texts, which may be ambiguous
@@ -120,7 +129,6 @@ class ChoiceWriter(ABC):
         self._detailed = job.logprobs is not None or self.token_ids or self.usage_always
         self._begun: set[int] = set()
         self._rotary: dict[int, dict[str, Any]] = {}  # of the finished choices of a stream
-        self.budget = ByteBudget(state.settings.max_response_bytes)  # of a response, or of the first events of a stream
 
     # ---- per API -----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -149,7 +157,6 @@ class ChoiceWriter(ABC):
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta; empty if there are none yet."""
         first = b""
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -185,14 +192,12 @@ class ChoiceWriter(ABC):
 
     # ---- responses ---------------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Collect a delta. Raises ApiError if the response becomes too large."""
         self.results.setdefault(delta.choice, CollectedChoice()).add(delta)
         self.budget.add(len(delta.text) + (4 * len(delta.token_ids) if self.token_ids else 0))
         if self.job.logprobs is not None:
             self.budget.add(self.store_logprobs(delta))
 
     def pieces(self) -> list[bytes]:
-        """The response as JSON, after all choices have finished. Call it on a thread if it is large."""
         return list(encode_pieces(self.answer()))
 
     def answer(self) -> dict[str, Any]:
@@ -225,7 +230,6 @@ class ChoiceWriter(ABC):
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Encode the log-probabilities of a prompt. Call it on a thread: long prompts take a while."""
         top = self.job.body.prompt_logprobs
         if top is not None:
             found = self.prompt_objects[prompt_index] = JsonList()

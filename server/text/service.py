@@ -35,18 +35,15 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 MAX_BATCH_TEXTS = 32  # short prompts tokenized in one job; other callers take turns between jobs
-
 MAX_CACHED_BREAKER_SIZE = 1 << 16  # ids, sequences, and characters of the breakers, over all cached lists
 MAX_CACHED_BREAKER_LISTS = 64  # even a list without any tokens takes memory
 
 # A chat with more messages, more text, or more values in its calls and variables is prepared on a thread.
 MAX_INLINE_MESSAGES = 64
 MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
-
 MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
 MAX_CONCURRENT_GRAMMARS = 2
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -30,7 +30,6 @@ from windlass.server.text.workers.processes import (
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job takes the slot of large jobs
 MAX_IDLE_PROCESSES = 3
-
 R = TypeVar("R")
 
 

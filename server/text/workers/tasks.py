@@ -144,7 +144,7 @@ class TextTasks:
         return _check_size(to_json(payload), max_bytes, "prompt")
 
     def tokenize_chat(self, *, conversation: Mapping[str, Any], **options: Any) -> bytes:
-        """`tokenize` of a conversation. The second phase tokenizes. conversation: arguments of `render`. options: of `tokenize`."""
+        """Render a conversation, then `tokenize` in a second phase. conversation, options: arguments of these methods."""
         text = self.render(**conversation)
         self.next_phase(len(text))
         return self.tokenize(text=text, **options)
