@@ -214,7 +214,7 @@ async def create_completion(request: Request) -> Response:
             exchange.begin_stream()
         with scaling_hint(job):
             prompts = await (fill_in_prompts if body.suffix else _encode_prompts)(job, body)
-        echoes = await _echo_texts(job, body, prompts) if body.echo else None
+        echoes = await _echo_texts(job, prompts) if body.echo else None
         make_writer = partial(CompletionWriter, job, prompts, echoes=echoes)
         await run_generation(exchange, job, prompts, param="prompt", make_writer=make_writer)
 
@@ -243,11 +243,11 @@ async def _encode_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
     return [Prompt(ids) for ids in checked]
 
 
-async def _echo_texts(job: GenerationJob, body: CompletionRequest, prompts: list[Prompt]) -> list[str]:
+async def _echo_texts(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
     """The texts that `echo` repeats: those of the request, or decoded token ids."""
     without_text = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())
     if without_text:
-        skip = body.skip_special_tokens is not False
+        skip = job.body.skip_special_tokens is not False
         decoded = iter(await job.state.text.decode(without_text, skip_special_tokens=skip, caller=job.caller))
     return [next(decoded) if prompt.text is None else prompt.text for prompt in prompts]

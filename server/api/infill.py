@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
@@ -55,7 +55,7 @@ _SAMPLER_NAMES = frozenset(SAMPLERS.values())
 router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
 
 
-def completion_request_from_infill(body: InfillRequest) -> Translation[CompletionRequest]:
+def completion_request_from_infill(body: InfillRequest) -> tuple[CompletionRequest, FieldNames]:
     """The completion that fills the gap, without its prompt; raises ApiError naming the field."""
     for name in _UNSUPPORTED_FIELDS:
         if getattr(body, name) is not None:
@@ -73,7 +73,7 @@ def completion_request_from_infill(body: InfillRequest) -> Translation[Completio
         stop=body.stop,
         return_token_ids=body.return_tokens,
     )
-    return Translation(completion, FieldNames(_FIELD_NAMES, [], {}))
+    return completion, FieldNames(_FIELD_NAMES, [], {})
 
 
 def read_line_limits(body: InfillRequest) -> LineLimits | None:
@@ -281,11 +281,11 @@ async def infill(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, InfillRequest)
     info = admit_request(request, body)
-    translated = completion_request_from_infill(body)
-    with translated.names.renamed_errors():
+    completion, names = completion_request_from_infill(body)
+    with names.renamed_errors():
         job = check_generation(
             request,
-            translated.body,
+            completion,
             info,
             arrival=arrival,
             default_max_tokens=state.settings.default_max_tokens,
@@ -297,7 +297,7 @@ async def infill(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompt, truncated = await fit_infill_prompt(job, body)
             make_writer = partial(InfillWriter, job, fields=body.response_fields, truncated=truncated)
             await run_generation(exchange, job, [prompt], param="input_prefix", make_writer=make_writer)

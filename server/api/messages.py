@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
@@ -64,7 +64,7 @@ MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thr
 
 def chat_request_from_messages(
     body: MessageRequest | CountTokensRequest, model: ThinkingControl
-) -> Translation[ChatRequest]:
+) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -110,7 +110,7 @@ def chat_request_from_messages(
         **_THINKING_FIELD_NAMES,
         **({"reasoning_effort": "output_config.effort"} if by_config else {}),
     }
-    return Translation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
@@ -346,14 +346,14 @@ async def create_message(request: Request) -> Response:
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, MessageRequest)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        chat = await check_chat(request, translated.body, arrival=arrival)
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
             await run_generation(exchange, job, prompts, param="messages", make_writer=partial(MessageWriter, job))
 
@@ -363,7 +363,7 @@ async def create_message(request: Request) -> Response:
     return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING))
 
 
-async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> Translation[ChatRequest]:
+async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:
     made = body, state.thinking
     large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
     return (
@@ -388,7 +388,7 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, CountTokensRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
     return LargeJsonResponse(TokenCount(input_tokens=count).json_bytes())

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
@@ -86,7 +86,7 @@ ITEM_BYTES = 1024  # memory of an item in addition to its text
 _INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translation[ChatRequest]:
+def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. earlier: items of the continued conversation."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -126,7 +126,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return Translation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 class _MessagesBuilder:
@@ -516,15 +516,15 @@ async def create_response(request: Request) -> Response:
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, ResponseRequest)
     previous = _previous_response(state, body, owner)
-    translated = await _translate(state, body, owner, previous)
-    with translated.names.renamed_errors():
-        chat = await check_chat(request, translated.body, arrival=arrival)
+    chat_request, names = await _translate(state, body, owner, previous)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
     writers: list[ResponseWriter] = []  # one, after it was created
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
             response = new_response(
                 body, model=job.model_name, sampling=job.sampling, drops_turns=job.overflow == "drop_turns"
@@ -561,9 +561,9 @@ async def count_input_tokens(request: Request) -> Response:
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, CountInputRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body, owner, _previous_response(state, body, owner))
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    chat_request, names = await _translate(state, body, owner, _previous_response(state, body, owner))
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
     return LargeJsonResponse(InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
 
 
@@ -579,11 +579,11 @@ async def compact_response(request: Request) -> Response:
 
 async def _translate(
     state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
-) -> Translation[ChatRequest]:
+) -> tuple[ChatRequest, FieldNames]:
     """Translate the body into a chat, after its references have been replaced."""
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
-    def translate() -> Translation[ChatRequest]:
+    def translate() -> tuple[ChatRequest, FieldNames]:
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 

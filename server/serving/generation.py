@@ -21,7 +21,7 @@ from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
-from windlass.server.serving.job import GenerationJob, build_engine_request, resolve_deadline, scaling_hint
+from windlass.server.serving.job import GenerationJob, build_engine_request, scaling_hint
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
 from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, Writer
@@ -96,7 +96,6 @@ def check_generation(
         request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
-        deadline=resolve_deadline(body, state.settings, arrival),
         sampling=sampling,
         rotation=rotation,
         logprobs=logprobs,

@@ -15,7 +15,7 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.config.settings import ContextOverflow, ServerSettings
+from windlass.server.config.settings import ContextOverflow
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.observability.logging import set_request_id
 from windlass.server.schemas.base import EngineRequestFields
@@ -30,7 +30,7 @@ from windlass.server.text.stream_parser import ParsingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestJob:
-    """A checked request that waits for its prompts. caller: for turns and limits. arrival, deadline: monotonic seconds."""
+    """A checked request that waits for its prompts. caller: for turns and limits. arrival: monotonic seconds."""
 
     state: ServerState
     body: GenerationRequest | PromptRequest
@@ -38,11 +38,16 @@ class RequestJob:
     request_id: str
     caller: str
     arrival: float
-    deadline: float | None
     rotation: Rotation
     rule: ContextRule
     priority: int = 0
     adapter: ServedAdapter | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """Arrival plus the timeout of the request or the server's default, in monotonic seconds."""
+        seconds = self.state.settings.default_timeout if self.body.timeout is None else self.body.timeout
+        return None if seconds is None else self.arrival + seconds
 
     @property
     def model_name(self) -> str:
@@ -104,12 +109,6 @@ def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:
     state = state_of(request)
     state.check_model(body.model)
     return state.admit(caller_of(request))
-
-
-def resolve_deadline(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
-    """Deadline of a request, by its timeout or the server's default; `time.monotonic()` seconds like `arrival`."""
-    seconds = settings.default_timeout if body.timeout is None else body.timeout
-    return None if seconds is None else arrival + seconds
 
 
 def build_engine_request(

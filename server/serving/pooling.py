@@ -25,7 +25,6 @@ from windlass.server.serving.job import (
     PoolingJob,
     admit_request,
     build_engine_request,
-    resolve_deadline,
     scaling_hint,
 )
 from windlass.server.serving.observers import observe_request, pooling_observers
@@ -59,7 +58,6 @@ async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob
         request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
-        deadline=resolve_deadline(body, settings, arrival),
         rotation=rotation,
         rule=rule,
         longest=longest,

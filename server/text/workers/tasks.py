@@ -175,26 +175,11 @@ class TextTasks:
         """A serialized grammar; see `GrammarCompiler.compile`."""
         return self._grammars.compile(kind, value, alternative)
 
-    def render(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        with_tools: bool,
-    ) -> str:
-        """A conversation as text; see `ChatTemplate.render`. with_tools: use the template for chats with functions."""
+    def render(self, *, messages: Sequence[Mapping[str, Any]], with_tools: bool, **options: Any) -> str:
+        """A conversation as text. with_tools: use the template for chats with functions. options: of `ChatTemplate.render`."""
         template = self._tool_template if with_tools else self._template
         assert template is not None
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            tools=tools,
-        )
+        return template.render(messages, **options)
 
     def encode_chat(
         self, *, add_special_tokens: bool, max_characters: int | None, **conversation: Any
