@@ -20,7 +20,6 @@ from windlass.server.serving.prompts import check_tokenized_characters
 from windlass.server.serving.structured_output import parse_structured_output
 from windlass.server.serving.tool_calls import plan_tools, tools_for_template
 from windlass.server.text.chat_messages import check_history
-from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import ChatOptions, Prompt
 
 T = TypeVar("T")
@@ -101,7 +100,6 @@ async def check_chat(request: Request, body: ChatRequest, *, arrival: float) -> 
     arguments = body, state.tokenizer, state.settings.tool_call_parser
     plan = partial(plan_tools, *arguments, has_output_format=parse_structured_output(body) is not None)
     has_tools = body.tools or body.functions  # which may be large
-    use = await state.text.run_in_thread(plan) if has_tools else plan()
     return check_generation(
         request,
         body,
@@ -109,10 +107,7 @@ async def check_chat(request: Request, body: ChatRequest, *, arrival: float) -> 
         arrival=arrival,
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
-        parsing=use.parsing,
-        forced=use.forced,
-        calls="" if state.thinking.name == HARMONY else use.calls,  # Harmony has calls in separate channels
-        tools=use.tools,
+        tools=await state.text.run_in_thread(plan) if has_tools else plan(),
     )
 
 

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 
@@ -34,9 +33,10 @@ from windlass.server.serving.sampling_params import (
 )
 from windlass.server.serving.streaming import Exchange
 from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output, with_thinking_prefix
+from windlass.server.serving.tool_calls import NO_TOOLS, ToolPlan
 from windlass.server.text.detokenizer import LineLimits
+from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt
-from windlass.server.text.stream_parser import ParsingPlan
 
 TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
@@ -50,23 +50,19 @@ def check_generation(
     default_max_tokens: int,
     logprobs: int | None,
     echo: bool = False,
-    parsing: ParsingPlan | None = None,
-    forced: StructuredOutput | None = None,
-    calls: str = "",
-    tools: list[dict[str, Any]] | None = None,
+    tools: ToolPlan = NO_TOOLS,
     line_limits: LineLimits | None = None,
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
-    forced: form of the output that another field requires. calls: Lark of calls, an alternative to the requested form.
-    tools: for the chat template. line_limits: limits on the lines of the output.
+    line_limits: limits on the lines of the output.
     """
     state, caller = state_of(request), caller_of(request)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
-    structured = parse_structured_output(body)
+    structured, forced = parse_structured_output(body), tools.forced
     # `response_format` is about the text, which an output of calls does not have.
     if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
@@ -74,6 +70,7 @@ def check_generation(
             structured.field,
             "invalid_grammar",
         )
+    calls = "" if state.thinking.name == HARMONY else tools.calls  # Harmony has calls in separate channels
     chat = isinstance(body, ChatRequest)
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
@@ -103,12 +100,12 @@ def check_generation(
         rule=rule,
         reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
         size=rotation.limit_context(info.size(rule)),
-        parsing=parsing,
+        parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
-        tools=tools,
+        tools=tools.tools,
     )
 
 

@@ -39,6 +39,9 @@ class ToolPlan:
     calls: str = ""
 
 
+NO_TOOLS = ToolPlan()
+
+
 def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Tools as templates expect them, in OpenAI's format."""
     return [_template_tool(tool.function) for tool in as_tool_definitions(tools)] if tools else None
@@ -55,7 +58,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
             raise bad_request(
                 f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
             )
-        return ToolPlan()
+        return NO_TOOLS
     tools = [_template_tool(function) for function in functions]
     if choice == "none":
         return ToolPlan(tools)
