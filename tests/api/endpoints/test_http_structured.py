@@ -15,7 +15,7 @@ from helpers.toy_tokenizers import taught
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.workers.pool import Limits
+from windlass.server.text.workers.frames import Limits
 from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

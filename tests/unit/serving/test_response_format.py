@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import logprobs_of
+from helpers.writer_jobs import writer_job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from windlass.server.api.chat import ChatWriter
 from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
 from windlass.server.serving.response_format import CompletionLogprobLists, JsonList, encode, encode_pieces
 from windlass.server.text.service import Prompt
 
@@ -58,8 +58,7 @@ def test_minus_infinity_is_sent_as_a_number() -> None:
 
 
 def test_best_of_ranks_by_logprob_per_token() -> None:
-    options = ResponseOptions(n=1, samples=3)
-    writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
+    writer = CompletionWriter(writer_job(samples=3), [Prompt([1])], TokenUsage())
     for choice, token in enumerate((1, 2, 3)):  # 2 is the more likely of its pair
         writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
     (best,) = writer.answer()["choices"]
@@ -68,13 +67,12 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_response_that_grows_past_the_limit_is_ended(logprobs: int | None) -> None:
-    options = ResponseOptions(max_bytes=1000, logprobs=logprobs)
-    tokenizer = toy_tokenizer()
-    ids = tuple(tokenizer.encode("hello", add_special_tokens=False))
+    job = writer_job(max_response_bytes=1000, logprobs=logprobs)
+    ids = tuple(job.state.tokenizer.encode("hello", add_special_tokens=False))
     entries = () if logprobs is None else tuple(logprobs_of(token_id, 2) for token_id in ids)
     for writer in (
-        CompletionWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
-        ChatWriter(tokenizer, [Prompt([1])], TokenUsage(), options, {}),
+        CompletionWriter(job, [Prompt([1])], TokenUsage()),
+        ChatWriter(job, [Prompt([1])], TokenUsage()),
     ):
         with pytest.raises(ApiError, match="limit of 1000") as caught:
             for _ in range(1000):

@@ -33,9 +33,7 @@ def result(number: int) -> dict[str, Any]:
 
 
 def messages_of(*items: dict[str, Any]) -> list[ChatMessage]:
-    return chat_request_from_response(
-        ResponseRequest.model_validate({"model": "m", "input": [*items]}), []
-    ).body.messages
+    return chat_request_from_response(ResponseRequest.model_validate({"model": "m", "input": [*items]}), [])[0].messages
 
 
 @pytest.mark.parametrize(
