@@ -1,4 +1,4 @@
-"""Load tests side by side: differences, their intervals, and a verdict."""
+"""Comparison of load tests: differences with their confidence intervals, and verdicts."""
 
 from __future__ import annotations
 
@@ -9,93 +9,29 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.figures import MEASURES, start_time, tokens_per_chunk
-from windlass.clients.loadtest.results import PERCENTILES, RequestRecord, RunResult
+from windlass.clients.loadtest.results import MEASURES, PERCENTILES, RunResult
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.intervals import Difference
 
-
-Side = Sequence[RunResult]
-
-_PER_RUN_SETTINGS = {"seed"}  # settings that runs of one side are free to differ in
-
-
-def differing(first: Side, second: Side) -> dict[str, tuple[str, str]]:
-    """Settings and facts of the server but its address that are not the same on both sides, absent ones as –."""
-    sides = [[_flat(run) for run in side] for side in (first, second)]
-    found = {}
-    for name in dict.fromkeys(name for side in sides for flat in side for name in flat):
-        values = [list(dict.fromkeys(flat.get(name, "–") for flat in side)) for side in sides]
-        if sorted(values[0]) != sorted(values[1]):
-            found[name] = (", ".join(values[0]), ", ".join(values[1]))
-    return found
-
-
-def cautions(first: Side, second: Side) -> Iterator[str]:
-    """What a reader should know first, a line each."""
-    runs = [*_named("first", first), *_named("second", second)]
-    for name, run in runs:
-        if run.interrupted:
-            yield f"the {name} was interrupted"
-        if run.generator.get("limited"):
-            yield f"in the {name} the load generator, not the server, was the limit"
-        failed = sum(run.errors.values())
-        if failed:
-            yield f"{failed:,} of {len(run.records):,} requests of the {name} failed; latencies leave them out"
-        if run.duration_s <= 0:
-            yield f"the {name} took no time: its rates cannot be told"
-    for name, side in (("first", first), ("second", second)):
-        flats = [_flat(run) for run in side]
-        unequal = [
-            key
-            for key in flats[0]
-            if key not in _PER_RUN_SETTINGS and any(flat.get(key) != flats[0][key] for flat in flats)
-        ]
-        if unequal:
-            yield f"the runs of the {name} side differ among themselves in {', '.join(unequal)}"
-    if any(run.slo != first[0].slo for run in (*first, *second)):
-        yield "the runs had different limits: their goodput is not compared"
-    for name, run in runs:
-        if _drifts(run):
-            yield f"time to first token kept growing during the {name}: its figures depend on how long it lasted"
-
-
-def _named(side: str, runs: Side) -> list[tuple[str, RunResult]]:
-    if len(runs) == 1:
-        return [(f"{side} run", runs[0])]
-    return [(f"{side} side's run {number}", run) for number, run in enumerate(runs, 1)]
-
-
-def _flat(run: RunResult) -> dict[str, str]:
-    flat = {**dict(figures.flat(run.settings)), **dict(figures.flat(run.server, "server."))}
-    return {name: value for name, value in flat.items() if name != "server.url"}
-
-
-def _drifts(run: RunResult) -> bool:
-    """Whether each fifth of the requests waited longer for its first token than the one before, the last twice the first."""
-    ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
-    waits = [record.ttft_ms for record in ordered if record.completed and record.ttft_ms is not None]
-    size = len(waits) // 5
-    if size < 10:
-        return False
-    fifths = [math.fsum(waits[k * size : (k + 1) * size]) / size for k in range(5)]
-    return all(later > earlier for earlier, later in pairwise(fifths)) and fifths[-1] > 2 * fifths[0]
-
-
 FORMAT = "windlass-bench-comparison/2"
 
-# Means over requests of the share of a prompt that came from a cache, and of the part of it that stood elsewhere.
-_CACHE_MEASURES = ("cached", "reused")
+_PER_RUN_SETTINGS = {"seed"}  # settings that may differ between the runs of one side
+_CACHE_MEASURES = ("cached", "reused")  # shares of a prompt, averaged over requests
+
+Side = Sequence[RunResult]
 
 Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One figure of both sides. measure and statistic name it; first, second: the value of the run, or the mean of the
-    values of the runs; interval: of second - first, in `unit`; change: second over first less one, None where the first
-    is 0. verdict: whether the second side is better."""
+    """One figure of both sides.
+
+    measure, statistic: its name. first, second: the value of the run, or the mean of the values of the runs. interval: of
+    second - first, in `unit`. change: second / first - 1, None where the first is 0. verdict: whether the second side is
+    better.
+    """
 
     measure: str
     statistic: str
@@ -111,10 +47,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """lines: the figures; cautions: what a reader should know first; differing: settings that are not the same.
-    runs: how many of each side. intervals_over: what the intervals cover: "runs", or where a side has one run only
-    "requests within a run", which leaves out what differs from run to run. paired: one run each, which sent the same
-    requests, so that latencies were compared request by request."""
+    """The result of `compare`.
+
+    cautions: facts to know before relying on the figures. differing: settings with different values. runs: how many of
+    each side. intervals_over: "runs", or "requests within a run" where each side has one run; the latter leaves out
+    differences from run to run. paired: both single runs sent the same requests, so latencies were compared per request.
+    """
 
     lines: tuple[Line, ...]
     cautions: tuple[str, ...]
@@ -139,19 +77,19 @@ def compare(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Comparison:
-    """Set `second` against `first`, each a run or several runs of the same thing. Equal arguments give equal results.
+    """Compare `second` with `first`, each a run or several runs with the same settings. Equal arguments give equal results.
 
-    Verdicts need at least two runs of each side, three are better. With one of each the intervals are those within the
-    runs, and no verdict is given. confidence: of every interval, 0 to 1. resamples, seed: of the bootstrap within runs.
+    Verdicts need two or more runs of each side, better three. With one run of each the intervals are those within the runs,
+    without a verdict. confidence: of every interval, 0 to 1. resamples, seed: of the bootstrap within runs.
 
-    Raises ValueError for a side without runs, and for one run beside several.
+    Raises ValueError for a side without runs, and for one run of one side with several of the other.
     """
     sides = [[side] if isinstance(side, RunResult) else list(side) for side in (first, second)]
     if not all(sides):
         raise ValueError("a comparison needs a run of each side")
     single = max(map(len, sides)) == 1
     if not single and min(map(len, sides)) == 1:
-        raise ValueError("one run of a side cannot be set against several of the other: repeat it, too")
+        raise ValueError("one run of a side cannot be compared with several of the other: repeat it, too")
     if single:
         lines = [*_rates(sides[0][0], sides[1][0], confidence)]
         lines += _latencies(sides[0][0], sides[1][0], confidence, resamples, seed)
@@ -159,8 +97,8 @@ def compare(
         lines = list(_over_runs(sides, confidence))
     return Comparison(
         lines=tuple(lines),
-        cautions=tuple(cautions(*sides)),
-        differing=differing(*sides),
+        cautions=tuple(_cautions(*sides)),
+        differing=_differing(*sides),
         runs=(len(sides[0]), len(sides[1])),
         intervals_over="requests within a run" if single else "runs",
         paired=single and _same_requests(sides[0][0], sides[1][0]),
@@ -170,8 +108,58 @@ def compare(
     )
 
 
+def _differing(first: Side, second: Side) -> dict[str, tuple[str, str]]:
+    """Settings and properties of the server, except its URL, with different values on both sides; absent ones as –."""
+    sides = [[_settings(run) for run in side] for side in (first, second)]
+    found = {}
+    for name in dict.fromkeys(name for side in sides for settings in side for name in settings):
+        values = [list(dict.fromkeys(settings.get(name, "–") for settings in side)) for side in sides]
+        if sorted(values[0]) != sorted(values[1]):
+            found[name] = (", ".join(values[0]), ", ".join(values[1]))
+    return found
+
+
+def _settings(run: RunResult) -> dict[str, str]:
+    found = dict([*figures.flatten_settings(run.settings), *figures.flatten_settings(run.server, "server.")])
+    found.pop("server.url", None)
+    return found
+
+
+def _cautions(first: Side, second: Side) -> Iterator[str]:
+    """Facts to know before relying on the figures, a line each."""
+    for name, side in (("first", first), ("second", second)):
+        for number, run in enumerate(side, 1):
+            run_name = f"{name} run" if len(side) == 1 else f"{name} side's run {number}"
+            yield from (f"{run_name}: {warning}" for warning in run.warnings())
+            if run.duration_s <= 0:
+                yield f"{run_name}: it took no time, so its rates are unknown"
+            if _ttft_grows(run):
+                yield f"{run_name}: time to first token kept growing, so its figures depend on the length of the run"
+        settings = [_settings(run) for run in side]
+        unequal = [
+            key
+            for key in settings[0]
+            if key not in _PER_RUN_SETTINGS and any(other.get(key) != settings[0][key] for other in settings)
+        ]
+        if unequal:
+            yield f"the runs of the {name} side differ in {', '.join(unequal)}"
+    if any(run.slo != first[0].slo for run in (*first, *second)):
+        yield "the runs had different SLOs: their goodput is not compared"
+
+
+def _ttft_grows(run: RunResult) -> bool:
+    """Whether each fifth of the requests waited longer for the first token than the one before, and the last twice the first."""
+    ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
+    waits = [record.ttft_ms for record in ordered if record.completed and record.ttft_ms is not None]
+    size = len(waits) // 5
+    if size < 10:
+        return False
+    fifths = [math.fsum(waits[k * size : (k + 1) * size]) / size for k in range(5)]
+    return all(later > earlier for earlier, later in pairwise(fifths)) and fifths[-1] > 2 * fifths[0]
+
+
 def _over_runs(sides: Sequence[Sequence[RunResult]], confidence: float) -> Iterator[Line]:
-    """Every figure's values of the runs, one a run, and Welch's interval of the difference of their means."""
+    """Each figure with one value per run, and Welch's interval of the difference of the means."""
     from windlass.clients.loadtest.intervals import Clustered, compare_means, compare_repeated_shares, enough
 
     def line(name: tuple[str, str, str], values: list[list[float]], *, less: bool, known: bool = True) -> Line:
@@ -222,8 +210,10 @@ def _latencies(first: RunResult, second: RunResult, confidence: float, resamples
 
 
 def _same_requests(first: RunResult, second: RunResult) -> bool:
-    """Whether both runs sent prompts of the same lengths in the same order, as equal seeds make them. Lengths of
-    requests that failed may be unknown and do not count."""
+    """Whether both runs sent prompts of the same lengths in the same order, as equal seeds do.
+
+    Failed requests are not compared: their lengths may be unknown.
+    """
     by_index = [{record.index: record for record in run.records} for run in (first, second)]
     if by_index[0].keys() != by_index[1].keys() or any(
         len(found) != len(run.records) for found, run in zip(by_index, (first, second), strict=True)
@@ -237,17 +227,10 @@ def _same_requests(first: RunResult, second: RunResult) -> bool:
 
 
 def _by_request(run: RunResult, measure: str, *, keep: bool = False) -> list[list[float]]:
-    """The values of each completed request in the order of sending; keep: nothing, for each of the others."""
+    """Values of each completed request in the order of sending. keep: include an empty list for each other request."""
     ordered = sorted(run.records, key=lambda record: (record.index,) if keep else (record.intended, record.index))
-    values = (_values(record, measure) if record.completed else [] for record in ordered)
+    values = (record.values(measure) if record.completed else [] for record in ordered)
     return [each for each in values if each or keep]
-
-
-def _values(record: RequestRecord, measure: str) -> list[float]:
-    if measure == "itl":
-        return record.gaps_ms
-    value: float | None = getattr(record, f"{measure}_ms")
-    return [] if value is None else [value]
 
 
 def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[Line]:
@@ -265,7 +248,7 @@ def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[L
                 for run in runs
             ]
             yield _line("goodput", "per second", "requests/s", compare_means(good[0], good[1], confidence))
-    shares = [(failed, failed + len(run.completed)) for run in runs for failed in [sum(run.errors.values())]]
+    shares = [(run.failed, run.failed + len(run.completed)) for run in runs]
     yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
 
     for measure in _CACHE_MEASURES:
@@ -275,29 +258,29 @@ def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[L
 
 
 def _shares(run: RunResult, measure: str) -> list[float]:
-    """How much of each completed request's prompt was cached, or reused; empty where that is not known of all."""
+    """Cached or reused share of the prompt of each completed request; empty unless all are known."""
     shares = [getattr(record, f"{measure}_share") for record in run.completed]
     return [] if None in shares else shares
 
 
 def _is_worth_reporting(shares: Iterable[Sequence[float]]) -> bool:
-    """Whether every run knows, and one of them has some."""
+    """Whether the shares of every run are known, and one is above 0."""
     known = list(shares)
     return all(known) and any(map(any, known))
 
 
 def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:
-    """(when, how many) of the output tokens of completed requests."""
+    """(time, number) of the output tokens of completed requests."""
     for record in run.completed:
-        per_chunk = tokens_per_chunk(record) if record.output_tokens else 0.0
+        per_chunk = record.tokens_per_chunk if record.output_tokens else 0.0
         yield from ((moment, per_chunk) for moment in record.chunks)
 
 
 def _batches(run: RunResult, arrivals: Iterator[tuple[float, float]]) -> list[float]:
-    """Rates of equal spans of the run; their mean is the rate of the whole."""
+    """Rates within equal spans of the run; their mean is the rate of the run."""
     from windlass.clients.loadtest.intervals import BATCHES
 
-    width, start = run.duration_s / BATCHES, start_time(run)
+    width, start = run.duration_s / BATCHES, run.start
     amounts = [0.0] * BATCHES
     for moment, amount in arrivals:
         amounts[min(max(int((moment - start) / width), 0), BATCHES - 1)] += amount
@@ -314,7 +297,7 @@ def _line(
     over_runs: bool = False,
     known: bool = True,
 ) -> Line:
-    """over_runs: the interval is one over runs, so that it may be judged. known: the runs have enough requests."""
+    """over_runs: the interval covers runs, so that it allows a verdict. known: the runs have enough requests."""
     interval = difference.interval if known else None
     verdict: Verdict = "no difference shown"
     if interval is None:

@@ -26,7 +26,7 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRe
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.config.server_options import ServerOptions
-from windlass.server.startup.llm import ANSWER_OPTIONS, read_options
+from windlass.server.startup.in_process import ANSWER_OPTIONS, read_options
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -191,7 +191,7 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
         ),
         ({"max_model_len": "5k"}, "max_model_len should be a valid integer, "),
         ({"max_num_seqs": 1.5}, "max_num_seqs should be a valid integer, "),
-        ({"max_model_len": True}, "max_model_len is no switch, got True"),
+        ({"max_model_len": True}, "max_model_len must not be a boolean, got True"),
         ({"prefix_caching": "maybe"}, "prefix_caching should be a valid boolean, "),
         ({"dtype": 5}, "dtype should be a valid string, got 5"),
         ({"chat_template": 5}, "chat_template should be a path, got 5"),
@@ -282,9 +282,9 @@ def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_er
         broken.get_final()
     model.close()
     assert engines() == before
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.generate("a")
-    with pytest.raises(APIConnectionError, match="make another"):
+    with pytest.raises(APIConnectionError, match="create another"):
         model.client.models()
 
 

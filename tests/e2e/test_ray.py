@@ -286,7 +286,9 @@ def test_what_cannot_be_deployed_is_one_line(cluster: RayCluster, deployed: RayC
         assert "--replicas must be a number" in refusal(cluster.windlass("deploy", "demo", "--replicas", wrong))
     assert "no deployment has this name" in refusal(cluster.windlass("delete", "--name", "other"))
     assert refusal(cluster.windlass("deploy", tmp_path / "nothing"))
-    assert "a deployment has none" in refusal(cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket"))
+    assert "applies only to a server without Ray" in refusal(
+        cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket")
+    )
     assert httpx.get(f"{cluster.url}/health").json()["status"] == "ready"  # what was there is there
 
 
@@ -343,7 +345,7 @@ def test_a_machine_that_dies_and_rays_own_proxy() -> None:
     with ray_machines([1, 1, 1]) as (cluster, raylets):
         ranks = ("--replicas", "1", "--tensor-parallel", "2", "--threads", "1")
         said = refusal(cluster.windlass("deploy", "demo", *ranks, *SMALL))
-        assert said.startswith("1 replicas need 2 CPUs of one machine each, and there is room for 0")
+        assert said.startswith("1 replicas need 2 CPUs of one machine each, and only 0 fit")
         cluster.deploy("--listener", "proxy", "--replicas", "2", "--max-num-seqs", "4", *SMALL)
         cluster.wait_replicas(2, 60)
         with serve(*SMALL) as single:

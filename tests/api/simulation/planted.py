@@ -17,7 +17,7 @@ from windlass.engine.core.messages import Message, StepDone
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.scheduling.request_queue import Deadlines, SchedulerQueues
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.server.http.uvicorn_protocol import HttpProtocol
+from windlass.server.http.http_protocol import HttpProtocol
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.workers.pool import FairLimiter
 

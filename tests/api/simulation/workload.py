@@ -169,7 +169,7 @@ class TokenSampler:
         body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
         if len(prompts) == 1 and rng.random() < 0.3:
             body["prompt"] = "".join(TEXT[token] for token in prompts[0])
-            (packed,) = tasks().encode([body["prompt"]], add_special_tokens=True)
+            (packed,) = tasks().encode(texts=[body["prompt"]], add_special_tokens=True)
             prompts = [unpack_ids(packed)]
         ask = Ask(request_id, "POST", "/v1/completions", key, body, timeout=body.get("timeout"))
         if odd and rng.random() < 0.1:

@@ -35,7 +35,8 @@ from windlass.engine.interface.config import AdapterConfig, EngineConfig, Schedu
 from windlass.engine.interface.model_info import AdapterSource
 from windlass.server.application import create_app
 from windlass.server.config.api_keys import ApiKey
-from windlass.server.config.settings import ConnectionSettings, ServerSettings
+from windlass.server.config.settings import ServerSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.http.server import HttpServer
 
 MAX_SECONDS = 3600.0  # of simulated time that a run may take

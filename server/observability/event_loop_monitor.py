@@ -1,4 +1,4 @@
-"""A thread that notices when the event loop stands still."""
+"""Event loop monitor: a thread that logs stalls of the event loop while they last."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import time
 import traceback
 from collections.abc import Callable
 
-from windlass.server.http.logs import RateLimitedLogger
+from windlass.server.observability.logging import RateLimitedLogger
+
+HEARTBEAT_SECONDS = 0.1  # between two heartbeats of the loop
+
+STALL_SECONDS = 1.0  # without a heartbeat: logged, and reported by `/health`
+
+_FRAMES = 8  # of a stack, the innermost ones
 
 _logger = logging.getLogger("windlass.server")
 
-HEARTBEAT_SECONDS = 0.1  # seconds between two signs of life
-
-STALL_SECONDS = 1.0  # seconds without one that are worth a line in the log, and of which `/health` tells
-
-_FRAMES = 8  # the innermost ones of a stack
-
 
 class EventLoopMonitor:
-    """`start` it inside the event loop, `stop` it there too.
+    """Call `start` and `stop` on the event loop.
 
-    observe: told, about ten times a second, by how many seconds the loop was late. stall: seconds after which it is logged.
+    observe: called about ten times a second with the delay of the loop in seconds. stall: delay that is logged, in seconds.
     """
 
     def __init__(self, observe: Callable[[float], None], stall: float = STALL_SECONDS) -> None:
         self._observe = observe
         self._stall = stall
         self._beat_at = time.monotonic()
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._loop_thread = threading.get_ident()
         self._task: asyncio.Task[None] | None = None
         self._stall_log = RateLimitedLogger(_logger, logging.WARNING)
@@ -44,7 +44,7 @@ class EventLoopMonitor:
         return self
 
     def stop(self) -> None:
-        self._ended.set()
+        self._stopped.set()
         if self._task is not None:
             self._task.cancel()
 
@@ -60,11 +60,11 @@ class EventLoopMonitor:
     def _watch(self) -> None:
         stalled_since: float | None = None
         logged = False
-        while not self._ended.wait(self._stall / 4):
+        while not self._stopped.wait(self._stall / 4):
             if stalled_since is None and self._lag() >= self._stall:
                 stalled_since = self._beat_at
                 logged = self._stall_log.log(
-                    f"the event loop has stood still for {self._lag():.1f} s; it runs:\n{self._stack()}"
+                    f"the event loop has been blocked for {self._lag():.1f} s, running:\n{self._stack()}"
                 )
             elif stalled_since is not None and stalled_since != self._beat_at:
                 if logged:

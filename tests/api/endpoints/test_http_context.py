@@ -1,4 +1,4 @@
-"""Answers that go past their context: what the fields and options come to, and a real engine that does it."""
+"""Prompts and answers longer than the context: shifts, windows, dropped turns, and a real engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import ScriptedEngine, model_info
 
@@ -17,18 +17,7 @@ from windlass.engine.rotary.rotary_policy import RotaryReport
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(default_max_tokens=20)
 
 
 def asked(live: Live, **fields: Any) -> ContextRule:
@@ -46,7 +35,7 @@ def test_fields_reach_the_engine(live: Live) -> None:
 
 
 @pytest.mark.slow
-def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
+def test_max_tokens_may_exceed_the_context_only_with_shift(live: Live) -> None:
     most = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
     live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 10**4, "context_overflow": "stop"})
     assert live.engine.requests[-1].sampling.max_tokens < most
@@ -56,7 +45,7 @@ def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
-def test_the_model_tells_what_holds_for_contexts() -> None:
+def test_model_object_has_the_context_defaults() -> None:
     info = model_info(max_model_len=4096, shift_context=1024, max_total_tokens=10**6)
     defaults: dict[str, Any] = {"context_overflow": "shift", "keep_tokens": 32, "cache_reuse": 64}
     with live_server(ScriptedEngine(info=info), attention_window=512, attention_sinks=4, **defaults) as live:
@@ -75,26 +64,7 @@ def test_the_model_tells_what_holds_for_contexts() -> None:
         assert "chunks" in live.http.get("/v1/models/toy").json()["context"]["shift_refusal"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"keep_tokens": 16}, "keep_tokens", "goes with context_overflow shift"),
-        ({"keep_tokens": -1, "context_overflow": "shift"}, "keep_tokens", "greater than or equal to 0"),
-        ({"keep_tokens": 10**6, "context_overflow": "shift"}, "keep_tokens", "must lie between 0 and"),
-        ({"attention_sinks": 4}, "attention_sinks", "goes with attention_window"),
-        ({"attention_window": 0}, "attention_window", "greater than or equal to 1"),
-        ({"attention_window": 10**6}, "attention_window", "they may be at most"),
-        ({"context_overflow": "roll"}, "context_overflow", "'error', 'stop', 'shift' or 'drop_turns'"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_limits(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
-    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
-    assert error["param"] == param and says in error["message"], error["message"]
-    assert error["code"]
-    assert not live.engine.requests
-
-
-def test_a_model_that_cannot_says_why() -> None:
+def test_model_without_shift_explains_the_refusal() -> None:
     learned = "its positions are learned"
     engine = ScriptedEngine(info=model_info(shift_refusal=learned, window_refusal=learned))
     with live_server(engine) as live:
@@ -103,7 +73,7 @@ def test_a_model_that_cannot_says_why() -> None:
             assert "its positions are learned" in error["message"] and error["param"] == next(iter(fields))
 
 
-def test_a_chats_system_prompt_is_kept(live: Live) -> None:
+def test_system_prompt_of_a_chat_is_retained(live: Live) -> None:
     system = {"role": "system", "content": "be kind " * 10}
     live.chat(messages=[system, {"role": "user", "content": "hello"}], max_tokens=3, context_overflow="shift")
     request = live.engine.requests[-1]
@@ -116,7 +86,7 @@ def test_a_chats_system_prompt_is_kept(live: Live) -> None:
     assert live.engine.requests[-1].context.keep_tokens == 32
 
 
-def test_the_operators_defaults_hold_for_requests_that_do_not_say() -> None:
+def test_operator_defaults_apply_to_requests_without_the_fields() -> None:
     settings = {"context_overflow": "shift", "keep_tokens": 32, "attention_window": 48, "attention_sinks": 2}
     with live_server(**settings) as live:
         assert asked(live) == ContextRule("shift", 32, 48, 2)
@@ -124,7 +94,7 @@ def test_the_operators_defaults_hold_for_requests_that_do_not_say() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_say_what_became_of_the_context(live: Live, stream: bool) -> None:
+def test_answers_report_the_context(live: Live, stream: bool) -> None:
     live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     live.engine.context = ContextReport(64, 16, 48, 3)
     body = {"prompt": "a", "max_tokens": 3, "context_overflow": "shift"}
@@ -145,7 +115,8 @@ def server() -> Iterator[RealServer]:
         yield server
 
 
-def test_a_stream_goes_far_beyond_its_context(server: RealServer) -> None:
+@pytest.mark.slow
+def test_stream_far_longer_than_its_context(server: RealServer) -> None:
     with Client(f"{server.url}") as client:
         answer = client.completions(
             "Once upon a time", max_tokens=300, ignore_eos=True, context_overflow="shift", seed=1
@@ -159,7 +130,8 @@ def test_a_stream_goes_far_beyond_its_context(server: RealServer) -> None:
     assert server.metric("windlass_num_requests_running") == 0
 
 
-def test_a_stop_string_ends_it_with_the_same_report(server: RealServer) -> None:
+@pytest.mark.slow
+def test_stop_string_ends_a_stream_with_the_same_report(server: RealServer) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 1, "seed": 4}
     body |= {"context_overflow": "shift"}
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
@@ -173,7 +145,8 @@ def test_a_stop_string_ends_it_with_the_same_report(server: RealServer) -> None:
     assert ended["rotary"]["context"]["shifts"] == -(-(tokens - 64) // 16)
 
 
-def test_it_ends_where_the_operator_says(server: RealServer) -> None:
+@pytest.mark.slow
+def test_stream_ends_at_the_operator_limit(server: RealServer) -> None:
     body = {"prompt": "Once", "max_tokens": 5000, "ignore_eos": True, "context_overflow": "shift"}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["total_tokens"] == 600 and answer["choices"][0]["finish_reason"] == "length"
@@ -181,3 +154,101 @@ def test_it_ends_where_the_operator_says(server: RealServer) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json=window, timeout=60).json()
     assert answer["rotary"]["context"] == {"attention_window": 32, "attention_sinks": 4}
     assert answer["usage"]["prompt_tokens"] > 128
+
+
+# ---- dropped turns ----------------------------------------------------------------------------------------------------
+REPORT = RotaryReport("default", {"rope_theta": 1e4}, "frozen", None, "f", 0)
+
+
+def context_of(live: Live) -> int:
+    return live.http.get("/v1/models").json()["data"][0]["max_model_len"]
+
+
+def long_chat(live: Live) -> list[dict[str, str]]:
+    """More turns than fit into the context, numbered."""
+    messages = [{"role": "system", "content": "be kind"}]
+    for turn in range(context_of(live) // 20):
+        messages += [{"role": "user", "content": f"question {turn} " + "a b c d e f g h"}]
+        messages += [{"role": "assistant", "content": f"answer {turn}"}]
+    return [*messages, {"role": "user", "content": "the last question"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_oldest_turns_are_dropped_and_counted(live: Live, stream: bool) -> None:
+    live.engine.report = lambda request: REPORT
+    messages = long_chat(live)
+    assert live.refuse(CHAT, {"messages": messages, "max_tokens": 30})["code"] == "context_length_exceeded"
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 30, "context_overflow": "drop_turns"}
+    if stream:
+        (report,) = [event["rotary"] for event in live.stream(CHAT, body)[:-1] if event.get("rotary")]
+    else:
+        report = live.chat(**body)["rotary"]
+    dropped = report["context"]["dropped_turns"]
+    assert 0 < dropped < len(messages) // 2
+    prompt = live.prompt
+    assert prompt.startswith("<|bos|>[system]be kind\n[user]question " + f"{dropped} ")
+    assert prompt.endswith("[user]the last question\n[assistant]")
+    (request,) = live.engine.requests
+    assert request.sampling.max_tokens == 30
+    assert len(request.prompt_token_ids) + 30 <= context_of(live)
+    # With one more turn it would not have fitted.
+    kept = [messages[0], *messages[1 + 2 * (dropped - 1) :]]
+    live.refuse(CHAT, {"messages": kept, "max_tokens": 30, "context_overflow": "error"})
+
+
+def test_fitting_chat_is_unchanged(live: Live) -> None:
+    live.engine.report = lambda request: REPORT
+    answer = live.chat("hello", max_tokens=4, context_overflow="drop_turns")
+    assert answer["rotary"]["context"] == {"dropped_turns": 0}
+    assert live.prompt == "<|bos|>[user]hello\n[assistant]"
+    assert "context" not in live.chat("hello", max_tokens=4)["rotary"]
+
+
+def test_long_answer_gets_the_space_of_the_shortest_chat(live: Live) -> None:
+    live.chat(messages=long_chat(live), max_tokens=10**6, context_overflow="drop_turns")
+    (request,) = live.engine.requests
+    assert "question 0" not in live.prompt and "the last question" in live.prompt
+    assert len(request.prompt_token_ids) + request.sampling.max_tokens == context_of(live)
+
+
+def test_too_long_required_turns_are_refused(live: Live) -> None:
+    messages = [*long_chat(live), {"role": "user", "content": "a b " * context_of(live)}]
+    error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "without its older turns" in error["message"] and "truncate" not in error["message"]
+    assert live.engine.requests == []
+
+
+def test_calls_without_results_are_refused_in_dropped_turns(live: Live) -> None:
+    messages = long_chat(live)
+    messages.insert(2, {"role": "tool", "content": "x", "tool_call_id": "nobody's"})
+    error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
+    assert error["param"] == "messages[2].tool_call_id"
+
+
+def test_error_refuses_an_answer_that_would_be_cut(live: Live) -> None:
+    prompt = [5] * 10
+    most = context_of(live) - 10
+    live.complete(prompt, max_tokens=most, context_overflow="error", ignore_eos=True)
+    error = live.refuse("/v1/completions", {"prompt": prompt, "max_tokens": most + 1, "context_overflow": "error"})
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert f"at most {most}" in error["message"]
+    assert len(live.engine.requests) == 1
+    live.complete(prompt, max_tokens=most + 1)  # stop
+
+
+def test_conflicting_fields_are_refused(live: Live) -> None:
+    body = {"messages": long_chat(live), "context_overflow": "drop_turns", "truncate_prompt_tokens": 8}
+    assert live.refuse(CHAT, body)["param"] == "truncate_prompt_tokens"
+    error = live.refuse("/v1/completions", {"prompt": "a", "context_overflow": "drop_turns"})
+    assert error["param"] == "context_overflow"
+    assert live.engine.requests == []
+
+
+def test_server_default_applies_without_the_field() -> None:
+    with live_server(default_max_tokens=20, context_overflow="drop_turns") as live:
+        live.engine.report = lambda request: REPORT
+        assert live.chat(messages=long_chat(live))["rotary"]["context"]["dropped_turns"] > 0
+        assert live.refuse(CHAT, {"messages": long_chat(live), "context_overflow": "stop"})
+        live.complete("a", max_tokens=10**6)  # has no turns: stops
+        assert "context" not in live.chat(messages=long_chat(live), truncate_prompt_tokens=9)["rotary"]

@@ -1,4 +1,4 @@
-"""A load test that was made is kept, whatever fails around it: outputs, signals without a loop's help, limits on files."""
+"""Outcomes of load tests are written despite failing outputs, signals and file limits."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from helpers.scripted_llm import Performance, asked, scripted_llm
+from helpers.scripted_http import Generation, full_stream, scripted_llm
 
 from windlass.clients.loadtest import commands
-from windlass.clients.loadtest import commands as program
 from windlass.clients.loadtest.display import ProgressDisplay
 from windlass.clients.loadtest.load_plan import LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.runner import RunProgress, measure
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.timed_requests import Pool
 
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
 
 def plan(url: str, **options) -> LoadPlan:
     return LoadPlan(target=Target(url=url), workload=WorkloadSpec(), vocab_size=900, **options)
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("WINDLASS_", "OPENAI_"))]:
-        monkeypatch.delenv(name)
-
-
 @contextmanager
 def broken(name: str, how: str, monkeypatch) -> Iterator[None]:
-    """A standard stream that takes nothing: its disk is full, or nobody reads it any more."""
+    """Replace a standard stream by one that refuses writes: a full disk, or a pipe without a reader."""
     if how == "full":
         end = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -46,17 +41,17 @@ def broken(name: str, how: str, monkeypatch) -> Iterator[None]:
     with os.fdopen(end, "w") as stream, monkeypatch.context() as patched:
         patched.setattr(sys, name, stream)
         yield
-        os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # what is left in it is let go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # discards the buffered output
 
 
 @pytest.mark.parametrize("lost", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["full", "closed pipe"])
-def test_the_files_are_written_where_nothing_can_be_said(lost, how, tmp_path, monkeypatch, capfd):
+def test_files_are_written_when_a_standard_stream_is_lost(lost, how, tmp_path, monkeypatch, capfd):
     command = ["--num-prompts", "2", "--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
-    with scripted_llm(asked()) as llm, broken(lost, how, monkeypatch):
+    with scripted_llm(full_stream) as llm, broken(lost, how, monkeypatch):
         try:
-            code = program.run(["serve", "--url", llm.url, *command])
-        except SystemExit as end:  # by rich, where nobody reads
+            code = commands.run(["serve", "--url", llm.url, *command])
+        except SystemExit as end:  # raised by rich for a closed pipe
             code = end.code
     assert json.loads((tmp_path / "run.json").read_text())["completed"] == 2
     assert len((tmp_path / "run.csv").read_text().splitlines()) == 3
@@ -68,15 +63,15 @@ def test_the_files_are_written_where_nothing_can_be_said(lost, how, tmp_path, mo
         assert ("error: cannot write: No space left" in said.err) == (how == "full")
 
 
-def test_a_progress_that_cannot_be_shown_ends_no_run():
+def test_failing_progress_callback_does_not_end_the_run():
     def fails(snapshot: RunProgress) -> None:
-        raise BrokenPipeError(errno.EPIPE, "nobody reads")
+        raise BrokenPipeError(errno.EPIPE, "no reader")
 
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         assert len(measure(plan(llm.url, count=3), fails).completed) == 3
 
 
-def test_a_bar_on_a_terminal_that_is_gone_ends_no_run(monkeypatch):
+def test_progress_bar_survives_a_lost_terminal(monkeypatch):
     with broken("stderr", "full", monkeypatch):
         display = ProgressDisplay(terminal=True)
         display(RunProgress(phase="running", total=2))
@@ -84,19 +79,18 @@ def test_a_bar_on_a_terminal_that_is_gone_ends_no_run(monkeypatch):
         display.stop()
 
 
-def test_each_file_is_tried_and_named(tmp_path, capsys):
-    """A full disk fails in `write`, and its error names no file."""
-    with scripted_llm(asked()) as llm:
+def test_every_file_is_attempted_and_failures_are_named(tmp_path, capsys):
+    """The error of a full disk is raised by `write` and does not name the file."""
+    with scripted_llm(full_stream) as llm:
         command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", "/dev/full"]
-        assert program.run([*command, "--csv", str(tmp_path / "run.csv")]) == 2
+        assert commands.run([*command, "--csv", str(tmp_path / "run.csv")]) == 2
         assert len((tmp_path / "run.csv").read_text().splitlines()) == 3
         captured = capsys.readouterr()
         assert "error: cannot write --json /dev/full: No space left on device\n" in captured.err
-        assert "2 completed" in captured.out  # the table stands for what the file lacks
+        assert "2 completed" in captured.out  # the table is printed nevertheless
 
 
-# ---- loops without signals, as on Windows ----------------------------------------------------------------------------
-def test_a_signal_ends_the_run_where_loops_take_none(monkeypatch, tmp_path):
+def test_signal_ends_the_run_without_loop_support(monkeypatch, tmp_path):
     def none(*arguments: object) -> None:
         raise NotImplementedError
 
@@ -104,22 +98,21 @@ def test_a_signal_ends_the_run_where_loops_take_none(monkeypatch, tmp_path):
     monkeypatch.setattr(asyncio.SelectorEventLoop, "remove_signal_handler", none)
     before = signal.getsignal(signal.SIGTERM)
 
-    async def second_hangs(performance: Performance) -> None:
-        if len(llm.performances) == 1:
-            await asked()(performance)
+    async def second_hangs(generation: Generation) -> None:
+        if len(llm.generations) == 1:
+            await full_stream(generation)
             return
         threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        await performance.wait_gone()
+        await generation.wait_disconnect()
 
     with scripted_llm(second_hangs) as llm:
         command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", str(tmp_path / "run.json")]
-        assert program.run(command) == 128 + signal.SIGTERM
+        assert commands.run(command) == 128 + signal.SIGTERM
     data = json.loads((tmp_path / "run.json").read_text())
     assert data["interrupted"] is True and data["completed"] == 1
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("limits", "most", "set_to"),
     [
@@ -131,7 +124,7 @@ def test_a_signal_ends_the_run_where_loops_take_none(monkeypatch, tmp_path):
         ((20_000, -1), 20_000, None),
     ],
 )
-def test_the_limit_on_files_is_raised_as_far_as_the_system_takes_it(limits, most, set_to, monkeypatch):
+def test_file_limit_is_raised_as_far_as_the_system_allows(limits, most, set_to, monkeypatch):
     taken = []
     endless = limits[1] if limits[1] > 4096 else -1
 
@@ -149,17 +142,17 @@ def test_the_limit_on_files_is_raised_as_far_as_the_system_takes_it(limits, most
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_generator_without_files_is_the_limit_and_the_server_did_not_fail(number, monkeypatch):
+def test_missing_files_limit_the_generator_and_are_not_server_failures(number, monkeypatch):
     connect, tries = Pool._connect, []
 
     async def scarce(pool: Pool):
         tries.append(pool)
-        if len(tries) > 3:  # the address is looked up by one
+        if len(tries) > 3:  # the first resolves the address
             raise OSError(number, os.strerror(number))
         return await connect(pool)
 
     monkeypatch.setattr(Pool, "_connect", scarce)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         result = measure(plan(llm.url, count=4, concurrency=4))
     assert result.errors == {} and result.abandoned == {"unsent": 4 - len(result.completed)}
     assert 0 < len(result.completed) < 4 and result.generator["limited"] is True

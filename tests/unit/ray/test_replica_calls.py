@@ -1,4 +1,4 @@
-"""An ingress's calls and a replica's answers, by a lane and by Ray's streams, without a cluster."""
+"""Calls of an ingress and outputs of a replica, over a channel and over Ray's streams, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ray.exceptions import RayActorError
 from windlass.engine.errors import QueueFullError
 from windlass.engine.interface.outputs import RequestOutput
 from windlass.engine.interface.request import EngineRequest, SamplingParams
-from windlass.server.startup.ray.client import CallFailedError, CallLostError, Calls
+from windlass.server.startup.ray.client import Calls
 from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.wire import OutputChannels, ReplicaCall
+from windlass.server.startup.ray.wire import CallFailedError, CallLostError, OutputChannels, ReplicaCall
 
 TOKENS = 50
+END = object()
 
 
 class Engine:
-    """Its client: as many tokens as are asked for; then `error`."""
+    """Engine client that generates the requested tokens, then raises `error`."""
 
     adapter_ids = frozenset[int]()
 
@@ -44,7 +45,7 @@ class Engine:
 
 
 class Handle:
-    """Calls the replica in this process, as Ray's streams would; `dies` after so many items that come by Ray."""
+    """Calls the replica in this process like Ray's streams. dies: number of items after which the replica is lost."""
 
     def __init__(self, replica: Any, dies: int | None = None) -> None:
         self.replica, self.dies, self.items = replica, dies, 0
@@ -61,7 +62,7 @@ class Handle:
             async with contextlib.aclosing(self.replica.generate(call)) as items:
                 async for item in items:
                     queue.put_nowait(item)
-            queue.put_nowait(None)
+            queue.put_nowait(END)
 
         task = asyncio.create_task(run())
         self.tasks.append(task)
@@ -72,7 +73,7 @@ class Handle:
                 task.cancel()
 
             async def __aiter__(self) -> Any:
-                while (item := await queue.get()) is not None:
+                while (item := await queue.get()) is not END:
                     if handle.items == handle.dies:
                         raise RayActorError
                     handle.items += 1
@@ -88,21 +89,21 @@ def replica_of(error: Exception | None = None) -> tuple[Any, Engine]:
     return replica, engine
 
 
-def asked(tokens: int = TOKENS) -> ReplicaCall:
-    return ReplicaCall.of(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=tokens)))
+def replica_call(tokens: int = TOKENS) -> ReplicaCall:
+    return ReplicaCall.from_request(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=tokens)))
 
 
 async def outputs_of(calls: Calls, found: list[RequestOutput], most: int | None = None) -> None:
-    async with calls.begun(asked()) as items:
+    async with calls.start_call(replica_call()) as items:
         async for outputs in items:
             found += outputs
             if most is not None and len(found) >= most:
                 return
 
 
-@pytest.mark.parametrize("by_lane", [True, False])
-def test_both_ways_bring_the_same(by_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if by_lane else "203.0.113.1")
+@pytest.mark.parametrize("with_channel", [True, False])
+def test_outputs_are_the_same_with_and_without_a_channel(with_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if with_channel else "203.0.113.1")
 
     async def main() -> None:
         for error in (None, QueueFullError("full")):
@@ -110,14 +111,14 @@ def test_both_ways_bring_the_same(by_lane: bool, monkeypatch: pytest.MonkeyPatch
             handle = Handle(replica)
             calls = Calls(handle)  # type: ignore[arg-type]
             await calls.listen()
-            assert (calls.address is not None) == by_lane
+            assert (calls.address is not None) == with_channel
             found: list[RequestOutput] = []
             if error is None:
                 await outputs_of(calls, found)
             else:
-                with pytest.raises(CallFailedError) as told:
+                with pytest.raises(CallFailedError) as caught:
                     await outputs_of(calls, found)
-                assert told.value.replica == "a" and type(told.value.error) is QueueFullError
+                assert caught.value.replica == "a" and type(caught.value.error) is QueueFullError
             assert [output.token_ids for output in found] == [(number,) for number in range(TOKENS)]
             assert all(output.scheduled_at is None for output in found)
             await asyncio.gather(*handle.tasks)
@@ -127,9 +128,9 @@ def test_both_ways_bring_the_same(by_lane: bool, monkeypatch: pytest.MonkeyPatch
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-@pytest.mark.parametrize("by_lane", [True, False])
-def test_who_goes_away_ends_the_call(by_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if by_lane else "203.0.113.1")
+@pytest.mark.parametrize("with_channel", [True, False])
+def test_a_caller_that_leaves_ends_the_call(with_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if with_channel else "203.0.113.1")
 
     async def main() -> None:
         replica, engine = replica_of()
@@ -145,8 +146,8 @@ def test_who_goes_away_ends_the_call(by_lane: bool, monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_replica_that_died_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "203.0.113.1")  # of nobody: no lane
+def test_a_dead_replica_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "203.0.113.1")  # of no machine here: no channel
 
     async def main() -> None:
         replica, _ = replica_of()
