@@ -109,8 +109,13 @@ def shared() -> Iterator[Live]:
 @pytest.fixture
 def live(shared: Live) -> Live:
     """The shared server, with its engine reset."""
-    shared.engine.reset()
+    shared.reset()
     return shared
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
