@@ -1,4 +1,4 @@
-"""Build steps that pyproject.toml cannot express: where the client is installed from, and how the kernels are compiled."""
+"""Build steps that pyproject.toml cannot express: the source of the client and the compilation of the kernels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SOURCES = runpy.run_path(str(KERNELS.parent / "sources.py"))["fingerprint"](KERN
 
 
 def requirements() -> list[str]:
-    """The dependencies of pyproject.toml, and the client: from its folder in a clone, since no index may have it.
+    """The dependencies of pyproject.toml and the client: by its folder in a clone, since no package index may have it.
 
-    By version in a source archive without that folder, and in a wheel for publication: pip builds a wheel for `pip install .` too
-    and passes no hint which one it is, so set WINDLASS_RELEASE=1 to build one for publication.
+    In a source archive without that folder and in a wheel for publication, the client is required by version. pip builds wheels
+    for `pip install .` as well, so WINDLASS_RELEASE=1 marks those for publication.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     client = ROOT / "clients"
     if (client / "pyproject.toml").is_file() and os.environ.get("WINDLASS_RELEASE") != "1":
-        place = f" @ {client.as_uri()}"
+        source = f" @ {client.as_uri()}"
     else:
-        place = "==" + runpy.run_path(str(ROOT / "src" / "windlass" / "_version.py"))["__version__"]
-    return [*settings["tool"]["windlass"]["dependencies"], "windlass-client" + place]
+        source = "==" + runpy.run_path(str(ROOT / "src" / "windlass" / "_version.py"))["__version__"]
+    return [*settings["tool"]["windlass"]["dependencies"], "windlass-client" + source]
 
 
 class BuildKernels(build_ext):
@@ -39,7 +39,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         existing = Path("src", self.get_ext_filename(extension.name))
-        # Sources are compared by content, since their times mean nothing. The flags of the compiler are in this file.
+        # Sources are compared by content, since times in a clone mean nothing. The compiler flags are in this file.
         if (
             existing.exists()
             and SOURCES.encode() in existing.read_bytes()
@@ -49,7 +49,7 @@ class BuildKernels(build_ext):
             self.mkpath(str(target.parent))
             self.copy_file(str(existing), str(target))
             return
-        # It would be refused at run time; without it, a later build with a compiler creates one.
+        # The library would be refused at run time. Without it, a later build with a compiler creates a new one.
         existing.unlink(missing_ok=True)
         compile_files = self.compiler.compile
 
@@ -62,8 +62,8 @@ class BuildKernels(build_ext):
         super().build_extension(extension)
 
 
-# A plain shared object, loaded by ctypes. Without a compiler the package is installed without it, and reports that at run time.
-# No -march: each file names its own instruction set, chosen at run time.
+# A shared object that ctypes loads. Without a compiler the package is installed without it and reports that at run time.
+# No -march: each file has its own instruction set, and one is chosen at run time.
 kernels = Extension(
     "windlass.kernels.cpu._windlass_cpu",
     sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),

@@ -1,12 +1,10 @@
-"""What a decoded token costs as its context grows, beside what reading the weights and the cache must cost.
+"""Cost of a decoded token by context length, compared with the bytes that it must read.
 
     python benchmarks/context_cost.py [--shape 1b] [--quantization int8] [--kv-dtypes auto int8] [--rounds 5]
 
-The cache is filled with random keys and values instead of being computed, which changes nothing about the cost of reading
-it. The bound: bytes of weights and cached keys and values over the read bandwidth measured right before and right after each
-sample, since it may change within seconds. Slopes are least-squares lines through medians: of milliseconds, and of the
-bytes that could have been read in a sample's time at its own bandwidth. A token's keys and values over the latter are the
-share of the read bandwidth; 100 % would be nothing but reading.
+The cache is filled with random keys and values, which take as long to read as computed ones. The bound is the bytes of
+weights, keys and values over the read bandwidth measured before and after each sample. Slopes are least-squares lines through
+medians, of milliseconds and of the bytes readable in the time of a sample. Their quotient is the share of the read bandwidth.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from harness.contestants import WindlassContestant
 from harness.machine import describe
 from harness.measures import Measure
 from harness.places import Places
+from harness.prepare_peers import prepare_windlass
 from harness.quiet import quiet
 from harness.rates import Rates
 from harness.report import spread
 from harness.shape import SHAPES
 from harness.worker import WorkerError
-from prepare_peers import prepare_windlass
 
 Sample = tuple[float, tuple[float, float]]  # seconds per token, and GB/s read right before and right after
 
@@ -45,7 +43,7 @@ def slope(depths: list[float], seconds: list[float]) -> float:
 
 
 def curve_of(samples: dict[int, list[Sample]], weight_bytes: float, bytes_per_token: float) -> list[dict[str, Any]]:
-    """A point per depth: the spread of its milliseconds, the rates beside them, the medians of bound and share."""
+    """A point per depth: the spread of its milliseconds, the rates around them, the medians of bound and share."""
     points = []
     for depth, taken in samples.items():
         read = weight_bytes + depth * bytes_per_token
@@ -107,8 +105,8 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
                         continue
                     measure = Measure("", "depth", prompt=depth, steps=options.steps)
                     try:
-                        ((value,), beside), share, _ = quiet(
-                            lambda w=worker, m=measure: machine.beside("read_gb_s", lambda p: w.measure(m, 1, p)),
+                        ((value,), around), share, _ = quiet(
+                            lambda w=worker, m=measure: machine.around("read_gb_s", lambda p: w.measure(m, 1, p)),
                             options.max_foreign,
                             options.retries,
                             options.pause,
@@ -118,10 +116,10 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
                         print(f"left out: {worker.name}: {left_out[worker.name]}", flush=True)
                         continue
                     foreign = max(foreign, share)
-                    samples[worker.name][depth].append((1 / value, beside))
+                    samples[worker.name][depth].append((1 / value, around))
                     print(
                         f"  round {index + 1}: {worker.name} at {depth:,}: {1000 / value:.1f} ms "
-                        f"(read {beside[0]:.1f}, then {beside[1]:.1f} GB/s)",
+                        f"(read {around[0]:.1f}, then {around[1]:.1f} GB/s)",
                         flush=True,
                     )
         for name, more in machine.samples().items():
@@ -174,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--retries", type=int, default=3)
     parser.add_argument("--pause", type=float, default=5.0)
     parser.add_argument("--work", type=Path, default=Path("work"))
-    parser.add_argument("--out", type=Path, help="default: WORK/context_cost.json, and .png beside it")
+    parser.add_argument("--out", type=Path, help="default: WORK/context_cost.json, and a .png of the same name")
     options = parser.parse_args()
     options.out = options.out or options.work / "context_cost.json"
     if len(options.depths) < 2 or min(options.depths) < 1 or max(options.depths) > SHAPES[options.shape].context - 256:

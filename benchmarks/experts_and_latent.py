@@ -1,17 +1,15 @@
-"""Mixtures of experts and latent attention: speed of a GGUF file with random weights, here and in llama.cpp if it is there.
+"""Decode and prompt speed of experts and latent attention, from GGUF files of random weights, in Windlass and llama.cpp.
 
     python benchmarks/experts_and_latent.py [--only moe mla] [--rounds 5]
         [--llama-bench work/peers/llama.cpp-build/bin/llama-bench]
 
---llama-bench, and --llama-name and --llama-options with it, may be given again for forks and other settings.
+--llama-bench, --llama-name and --llama-options may be repeated for forks and other settings.
 
-Two shapes with about a billion weights active for a token, all in Q8_0: `moe`, Qwen 3 MoE with 8 of 32 experts, and `mla`,
-DeepSeek V2 with 6 of 16 experts and two that everybody meets. The file is written once, under --work, and both programs read
-that one. Contestants take turns. The bound of one stream is the bytes that one token has to read (all weights but the table
-of the embedding, of the experts only those chosen) over the read bandwidth measured right before and right after each
-sample, of llama.cpp around its whole command. Several streams choose several experts, so they have no such bound. OpenVINO
-has no reader for these files and no row. Random routers choose evenly; a trained one repeats itself more, which a cache would
-like.
+Two shapes with about a billion active weights per token, in Q8_0: `moe`, Qwen 3 MoE with 8 of 32 experts, and `mla`, DeepSeek
+V2 with 6 of 16 experts and two shared ones. The files are written once, under --work, and both programs read them, in turns.
+The bound of one stream is the bytes that a token reads (all weights but the embedding table, of the experts only the chosen
+ones) over the read bandwidth before and after each sample. Several streams choose several experts and have no such bound.
+Random routers choose evenly; trained ones repeat themselves more, which helps caches.
 """
 
 from __future__ import annotations
@@ -233,12 +231,10 @@ def their_samples(
 
 
 def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of every contestant: tokens per second by program and measure, and by program the bandwidth beside each sample of
-    one stream.
-    """
+    """Tokens per second by program and measure, and the bandwidth around each sample of one stream by program."""
     rates = Rates(options.threads)
     samples: dict[str, dict[str, list[float]]] = {}
-    beside: dict[str, list[float]] = {}
+    bandwidth: dict[str, list[float]] = {}
 
     def note(program: str, name: str, value: float | None) -> None:
         if value is not None:
@@ -257,15 +253,15 @@ def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, 
                 else:
                     note("Windlass Q8_0", "prefill", filled)
                 if streams == 1 and prompt == 32:
-                    beside.setdefault("Windlass Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
+                    bandwidth.setdefault("Windlass Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
             for tool, called, more in peers_of(options):
                 before = rates.now("read_gb_s")
                 found = their_samples(tool, file, options.prompt, options.steps, options.threads, more.split())
                 for name, value in found.items():
                     note(f"{called} Q8_0", name, value)
                 if "decode 1" in found:
-                    beside.setdefault(f"{called} Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
-    return {"active_bytes": shape.active_bytes(), "read_gb_s": beside, "samples": samples}
+                    bandwidth.setdefault(f"{called} Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
+    return {"active_bytes": shape.active_bytes(), "read_gb_s": bandwidth, "samples": samples}
 
 
 def peers_of(options: argparse.Namespace) -> list[tuple[Path, str, str]]:
@@ -320,7 +316,7 @@ def main() -> None:
     options = parser.parse_args()
     for tool, *_ in peers_of(options):
         if not os.access(tool, os.X_OK):
-            parser.error(f"--llama-bench: there is no program {tool}")
+            parser.error(f"--llama-bench: no program {tool}")
     torch.set_num_threads(options.threads)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),

@@ -1,14 +1,14 @@
-"""Every figure that is asked of a GPU, each beside its bound measured in the same run, and which of them are missed.
+"""Figures of a GPU with their bounds, measured in one run, and the list of those that miss their goals.
 
     python benchmarks/gpu.py [--device cuda] [--shapes 1b,8b,30b-a3b] [--parts agreement,attention,streams,growth,tier,peer]
                              [--cases dynamic,shift] [--out gpu.json] [--plot gpu.png] [--tiny]
 
-From a checkout on a machine with a GPU that nothing else uses. Weights are random and made on the device; the 30B shape takes
-61 GB. `--tiny` runs the same on small shapes, on a CPU too: its numbers mean nothing. `--cases` picks those of the part agreement
-whose names hold a word. Tests on the GPU are not part of it.
+Run it on a machine whose GPU is idle. Weights are random and created on the device; the 30B shape needs 61 GB. `--tiny` uses
+small shapes, also on a CPU, whose numbers mean nothing. `--cases` selects cases of the part agreement by a fragment of their
+names.
 
-What fails is said, and the rest goes on; --out is written anew after each figure, so a run that is cut short leaves what it had.
-Ends with 1 where a figure is missed, else with 3 where something failed.
+A failed measurement is recorded, and the others continue. --out is saved after every figure. The exit code is 1 if a figure
+misses its goal, otherwise 3 if a measurement failed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from harness import machine
 from harness.charts import BOUND, COLOURS, new_figure, style
 from harness.gpu_agreement import agreement, chosen
 from harness.gpu_attention import attention_figures
-from harness.gpu_figures import Bounds, Figure
-from harness.gpu_peer import seconds_of_token
-from harness.gpu_report import Growing
-from harness.gpu_streams import Streams, growth, step_figures, stream_figures
+from harness.gpu_figures import Bounds, Figure, Growing
+from harness.gpu_streams import Streams, growth, seconds_of_token, step_figures, stream_figures
 from harness.gpu_tier import tier_figures
 
 PARTS = ("agreement", "attention", "streams", "growth", "tier", "peer")
@@ -101,7 +99,7 @@ def write_config(name: str, directory: Path, *, tiny: bool) -> Path:
 
 
 def measure(options: argparse.Namespace) -> Growing:
-    """Everything that is asked for; what fails is noted, and the rest goes on."""
+    """Measure the requested parts. Failures are recorded, and the other parts continue."""
     device, tiny = torch.device(options.device), options.tiny
     if device.index is not None:
         torch.cuda.set_device(device)  # work is captured on the current device
@@ -159,7 +157,7 @@ def _of_shape(name: str, model: Path, bounds: Bounds, options: argparse.Namespac
                     report.grew(growth(engine, count, length, steps))
 
     def steps_alone() -> None:
-        """With a step for each token: what is beside the graph shows."""
+        """Figures with one step per token, which show the time outside the graph."""
         report.add(step_figures(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt=prompt, steps=steps))
 
     def peer() -> None:
@@ -221,7 +219,7 @@ def main() -> int:
     options = parser.parse_args()
     for given, known in ((options.shapes, SHAPES), (options.parts, PARTS)):
         if wrong := [one for one in given if one not in known]:
-            parser.error(f"there is no {', '.join(wrong)}: choose from {', '.join(known)}")
+            parser.error(f"no shape {', '.join(wrong)}: choose from {', '.join(known)}")
     if not chosen(options.cases):
         parser.error(f"no case of the part agreement has {' or '.join(options.cases)} in its name")
     report = measure(options)

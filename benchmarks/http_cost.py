@@ -1,12 +1,12 @@
-"""What streaming over HTTP costs: processor time of the API process for each chunk, and tokens per second beside the bare engine.
+"""Cost of streaming over HTTP: processor time of the API process per chunk, and tokens per second compared with the bare engine.
 
     python benchmarks/http_cost.py [--streams 8 64] [--rate 800 40000] [--seconds 5] [--model DIR --rounds 2] [--out FILE.json]
 
-First a scripted engine makes a token for each stream at a time, so many of them a second in all (each `--rate`), and this process
-reads them. Processor time per chunk hardly depends on what else runs; its inverse is how many chunks one core can send. At low
-rates each chunk also pays for waking the server up; the highest rate is more than the engine can make.
-With --model also 16 streams of a real engine in turns, alone (`windlass bench engine`) and behind HTTP (`windlass bench serve`),
-prompts of 32 and answers of 256 tokens; that part wants a quiet machine.
+First a scripted engine makes tokens at each `--rate` (per second, over all streams), which this process reads. Processor time
+per chunk hardly depends on other work on the machine; its inverse is the number of chunks that one core can send. At low
+rates each chunk also pays for waking the server; the highest rate exceeds what the engine can make. With --model, 16 streams
+of a real engine take turns, alone (`windlass bench engine`) and over HTTP (`windlass bench serve`), with prompts of 32 and
+answers of 256 tokens. That part needs a quiet machine.
 """
 
 from __future__ import annotations

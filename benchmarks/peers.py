@@ -1,12 +1,14 @@
-"""Windlass beside the peers that are installed, in turns within one run, on a random Llama of 1B shape or a small real model.
+"""Windlass and the installed peers, interleaved in one run, on a random Llama of 1B shape or a small real model.
 
-    python benchmarks/peers.py [--shape 135m] [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
+    python benchmarks/peers.py prepare [--shape 135m --model DIRECTORY --metadata ORIGINAL.gguf]
+    python benchmarks/peers.py run [--shape 135m] [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
+    python benchmarks/peers.py quality TEXT        # perplexity and KL divergence of each peer's quantization
+    python benchmarks/peers.py reorder MODEL OUT   # the same model with its features permuted
 
-Every contestant runs in a process of its own and answers in turns, A B A B. A sample taken while others used the machine
-is thrown away and taken again. What the machine could do right before and right after a sample stands beside it, since
-that may change within seconds; bounds come from there. The report grows by a run each time, so that parts can be measured
-at different hours, and within a run by each measure; ratios and pictures stay within a run. docs/benchmarks.md says how to
-install the peers; benchmarks/prepare_peers.py makes their models.
+prepare creates the models of all contestants. Each contestant runs in its own process, in turns (A B A B). A sample that other
+processes disturbed is repeated. The machine's rates are measured before and after each sample; bounds are computed from them.
+A call adds one run to the report, which is saved after each measure. Ratios and pictures stay within a run.
+docs/benchmarks.md describes how to install the peers.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from collections import abc
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness import charts
+from harness import charts, peers_quality, prepare_peers, reordered_model
 from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
 from harness.machine import describe
 from harness.measures import GROUPS, MOST_STREAMS, Measure, measures_of
 from harness.places import Places
+from harness.prepare_peers import prepare_real, prepare_windlass
 from harness.quiet import quiet
 from harness.rates import Rates
 from harness.report import (
@@ -38,24 +41,24 @@ from harness.report import (
     by_contestant,
     check,
     rate_of_kind,
-    rates_beside,
     ratios,
+    sample_rates,
     spread,
     table,
 )
 from harness.shape import REAL, SHAPES
+from harness.subcommands import run_subcommand
 from harness.worker import WorkerError
-from prepare_peers import prepare_real, prepare_windlass
 
 _CORES = os.cpu_count() or 1
 _Value = TypeVar("_Value")
 
 
 class Run:
-    """One run of some groups: collects samples and what became of them."""
+    """One run of some groups of measures, with its samples and results."""
 
     def __init__(self, options: argparse.Namespace, keep: abc.Callable[[Run], None] = lambda run: None) -> None:
-        """keep: called when there is more to keep."""
+        """keep: called when results were added."""
         self.options, self._keep = options, keep
         self._before = os.getloadavg()[0]
         self.places = Places(options.work.resolve(), options.shape)
@@ -69,11 +72,11 @@ class Run:
         self.measure_rates()
         for kind in self.options.only:
             self._group(kind)
-            self.measure_rates()  # again, so that their spread shows what the machine did meanwhile
+            self.measure_rates()  # again, so that their spread shows changes of the machine
         return self.so_far()
 
     def so_far(self) -> dict[str, Any]:
-        """What the report says of the run."""
+        """The run as the report stores it, with the results so far."""
         run = {
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": describe(),
@@ -86,7 +89,7 @@ class Run:
             "results": self.results,
             "left_out": self.left_out,
         }
-        if self.places.quality.exists():  # what rounding costs each of them, by peers_quality.py
+        if self.places.quality.exists():  # written by `peers.py quality`
             run["quality"] = json.loads(self.places.quality.read_text("utf-8"))["contestants"]
         goals = {"1b": GOALS, **dict.fromkeys(REAL, REAL_GOALS)}.get(self.options.shape, ())
         run["ratios"] = ratios(run, goals)
@@ -103,12 +106,12 @@ class Run:
 
     def _group(self, kind: str) -> None:
         wanted = [name.lower() for name in self.options.contestants]
-        everybody = contestants_for(
+        contestants = contestants_for(
             kind, self.places, self.options.threads, self.shape.vocab, self.options.kv_gb, self.options.kv_dtypes
         )
         started: list[Contestant] = []
         try:
-            for contestant in everybody:
+            for contestant in contestants:
                 if wanted and not any(part in contestant.name.lower() for part in wanted):
                     continue
                 if contestant.slow and not wanted:
@@ -135,27 +138,27 @@ class Run:
     def _measure(self, measure: Measure, contestants: list[Contestant]) -> None:
         samples: dict[str, list[float]] = {c.name: [] for c in contestants}
         foreign: dict[str, list[float]] = {c.name: [] for c in contestants}
-        beside: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
+        around: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
         rate = rate_of_kind(measure.kind)
         discarded = dict.fromkeys(samples, 0)
         failed: set[str] = set()
         rounds = self.options.rounds
         for index in range(rounds):
-            # Every other round runs backwards, so that nobody always follows the same neighbour.
+            # Every other round runs backwards, so that the predecessor of a contestant varies.
             for contestant in contestants if index % 2 == 0 else reversed(contestants):
                 name = contestant.name
                 if name in failed or len(samples[name]) >= rounds:
                     continue
                 try:
                     (values, pair), share, repeats = self._quiet(
-                        lambda c=contestant: self._machine.beside(rate, lambda p: c.measure(measure, rounds, p))
+                        lambda c=contestant: self._machine.around(rate, lambda p: c.measure(measure, rounds, p))
                     )
                 except (WorkerError, ValueError) as error:
                     self._leave_out(contestant, f"{measure.name}: {error}")
                     failed.add(name)
                     continue
                 samples[name] += values
-                beside[name] += [pair] * len(values)  # several values are one command's
+                around[name] += [pair] * len(values)  # one command may return several values
                 foreign[name].append(share)
                 discarded[name] += repeats
                 shown = ", ".join(f"{value:.2f}" for value in values)
@@ -173,7 +176,7 @@ class Run:
                 result["weight_bytes"] = contestant.weight_bytes()
                 if cache := contestant.cache():
                     result["kv_cache_dtype"], result["kv_bytes_per_token"] = cache
-                result["rates"] = {rate: beside[contestant.name]}
+                result["rates"] = {rate: around[contestant.name]}
                 add_bound(result, self.shape)
         self._keep(self)
 
@@ -194,7 +197,7 @@ class Run:
                     failed.add(contestant.name)
                     continue
                 if found is None:
-                    failed.add(contestant.name)  # it has no start-up of its own
+                    failed.add(contestant.name)  # a contestant without a start-up
                     continue
                 seconds.setdefault(contestant.name, []).append(found[0])
                 peaks.setdefault(contestant.name, []).append(found[1] / 1e9)
@@ -239,7 +242,7 @@ class Run:
         self.left_out.append({"contestant": contestant.name, "reason": reason})
 
     def _derived(self) -> dict[str, float]:
-        """Figures that follow from two measures of one contestant."""
+        """Figures derived from two measures of one contestant."""
         by_name = {(r["measure"], r["contestant"]): r for r in self.results}
         derived: dict[str, float] = {}
         for (measure, name), short in by_name.items():
@@ -248,13 +251,13 @@ class Run:
                 rate = attention_rate(short, long, self.shape, (512, 4096))
                 if math.isfinite(rate):
                     derived[f"prefill attention, {name}, Gflop/s"] = rate
-                    products = statistics.median(rates_beside(long, "fp32_gflop_s"))
-                    derived[f"prefill attention, {name}, over the float32 matrix rate beside it"] = rate / products
+                    products = statistics.median(sample_rates(long, "fp32_gflop_s"))
+                    derived[f"prefill attention, {name}, over the float32 matrix rate"] = rate / products
         return derived
 
 
 def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure the installed contestants.")
     parser.add_argument(
         "--only", nargs="+", choices=GROUPS, default=["decode", "prefill", "startup"], help="groups to run"
     )
@@ -326,11 +329,17 @@ def main() -> None:
         if len(options.streams) > 2 and "decode" in options.only:
             charts.save(lambda: charts.draw_streams(run), picture)
         else:
-            charts.save_bars(report, picture)
+            charts.save(lambda: charts.draw_bars(report), picture)
         print(f"\nwrote {options.out} and {picture}")
     except ImportError:
         print(f"\nwrote {options.out}; no picture, matplotlib is not installed")
 
 
 if __name__ == "__main__":
-    main()
+    commands = {
+        "prepare": prepare_peers.main,
+        "run": main,
+        "quality": peers_quality.main,
+        "reorder": reordered_model.main,
+    }
+    run_subcommand(__doc__, commands)

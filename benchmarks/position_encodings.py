@@ -1,12 +1,12 @@
 """Rotary, sinusoidal, learned and no positions, trained on the same text from the same seeds: a classifier and a language model.
 
-    python benchmarks/position_encodings.py --work FOLDER [--steps 800] [--seeds 2] [--out docs/guide/trained.json]
+    python benchmarks/position_encodings.py --work FOLDER [--steps 800] [--seeds 2] [--out benchmarks/results/trained.json]
 
-The text is Python's own language reference, which every Python brings along (`pydoc_data.topics`), as bytes: nothing is
-downloaded. The language model guesses the next byte of windows of 128; the classifier sees 32 bytes at once and says whether they
-stand in their order or in the reverse. Held out are whole topics. Loss by step, then past the trained length; the
-rotary model also under YaRN, untrained. Its checkpoint is written to FOLDER/rotary, for `windlass serve`. Minutes on two cores;
-results are kept per model and text, so an interrupted run goes on.
+The text is Python's language reference as bytes, which every Python contains (`pydoc_data.topics`). The language model
+predicts the next byte of windows of 128. The classifier decides whether 32 bytes are in their order or reversed. Every eighth
+topic is held out. The report has the loss by step and past the trained length, for the rotary model also under YaRN. Its
+checkpoint is written to FOLDER/rotary, for `windlass serve`. Results are stored per model and text, so an interrupted run
+resumes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def windows(text: Tensor, length: int, count: int, generator: torch.Generator) -
 
 
 class Reader(nn.Module):
-    """A classifier: the mean of the states, then one number; above 0 says that bytes stand in their order."""
+    """A classifier: the mean of the states, then one number; above 0 means that the bytes are in order."""
 
     def __init__(self, positions: Positions) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def table(report: dict[str, Any]) -> str:
         cells = [f"{mean_of(values[a // 32 : b // 32]):.2f}" for a, b in spans]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     lengths = lengths_of("classifier")
-    lines += ["", "| classifier, told right | " + " | ".join(f"{n} bytes" for n in lengths) + " |", "|---|--:|--:|--:|"]
+    lines += ["", "| classifier, correct | " + " | ".join(f"{n} bytes" for n in lengths) + " |", "|---|--:|--:|--:|"]
     for label, found in _by_label(report, "classifier"):
         cells = [f"{100 * value:.0f} %" for value in _past("classifier", found)[1]]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
@@ -202,12 +202,12 @@ def _by_label(report: dict[str, Any], kind: str) -> Iterator[tuple[str, list[dic
 
 def draw(report: dict[str, Any]) -> Figure:
     """Loss by step at the left, past the trained length at the right; above the language model, below the classifier."""
-    figure = new_figure("The same model with four kinds of positions", (10.5, 7))
+    figure = new_figure((10.5, 7), "The same model with four kinds of positions")
     grid = figure.subplots(2, 2)
-    looks = {name: (COLOURS[at + 1], DASHES[at]) for at, name in enumerate(POSITIONS)}
+    styles = {name: (COLOURS[at + 1], DASHES[at]) for at, name in enumerate(POSITIONS)}
     for row, kind in enumerate(KINDS):
         left, right = grid[row]
-        for positions, (colour, dash) in looks.items():
+        for positions, (colour, dash) in styles.items():
             runs = [run for run in report["runs"] if (run["kind"], run["positions"]) == (kind, positions)]
             line = {"color": colour, "dashes": dash, "label": positions}
             steps = [EVERY * (at + 0.5) for at in range(len(runs[0]["curve"]))]
@@ -255,7 +255,7 @@ def main() -> None:
         help="train these alone; all are reported once all are there",
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="default: FOLDER/trained.json; the picture lies beside it")
+    parser.add_argument("--out", type=Path, help="default: FOLDER/trained.json; the picture has the same name")
     options = parser.parse_args()
     if options.steps < EVERY or options.seeds < 1:
         parser.error(f"--steps: at least {EVERY}; --seeds: at least 1")
@@ -282,7 +282,7 @@ def main() -> None:
         "tokens_per_step": TOKENS,
         "units": {
             "language model": ["nats a byte", "nats a byte"],
-            "classifier": ["cross-entropy, nats", "share told right"],
+            "classifier": ["cross-entropy, nats", "share correct"],
         },
         "runs": runs,
     }

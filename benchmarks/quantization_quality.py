@@ -1,12 +1,11 @@
-"""What rounding costs in quality: every quantization of a model, and GGUF files of it, on text it has not seen.
+"""Quality of quantized weights: each quantization of a model, and GGUF files of it, on text that it was not trained on.
 
     python benchmarks/quantization_quality.py TEXT [MODEL.gguf ...] [--model DIRECTORY] [--window 768] [--skip 384]
 
-Each window of the text is read once with float32 arithmetic on the weights as stored, then with each quantization, with an
-int8 cache of keys and values, in bfloat16 arithmetic, and with each file that is named. Printed: perplexity and its change,
-mean KL divergence of the next-token distribution from the unquantized one (nats), how often both put the same token first,
-and the bytes of all weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a
-window the figures are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
+Each window is read with float32 arithmetic on the stored weights, then with each quantization, with an int8 KV cache, in
+bfloat16, and with each GGUF file. The output is perplexity and its change, mean KL divergence from the unquantized next-token
+distribution (nats), the share of equal most likely tokens, and the bytes of all weights. `--skip` excludes the first
+predictions of each window: with half a window the figures are those of `llama-perplexity -c 768 --kl-divergence`.
 """
 
 from __future__ import annotations

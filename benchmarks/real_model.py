@@ -1,13 +1,14 @@
-"""Everything that is measured on long texts, for one model: which scaling holds where, hidden numbers, stale keys, caches.
+"""Measurements of a model on long texts: scalings, hidden numbers, stale keys and narrower caches. Nothing is timed.
 
-    python benchmarks/real_model.py MODEL [--texts FOLDER] [--work work/real] [--docs work/real/docs] [--only sweep …]
+    python benchmarks/real_model.py texts --out texts      # long documents from Debian packages
+    python benchmarks/real_model.py all MODEL [--texts FOLDER] [--work work/real] [--docs work/real/docs] [--only sweep …]
+    python benchmarks/real_model.py kv|passkeys|stale MODEL --text FILE …       # one of them; see --help
 
-Runs, one after the other and most telling first, `windlass rope sweep` to twice the trained length, `kv_by_position.py` to
-the trained length, `passkeys.py` to twice and `stale_keys_model.py` to 1.4 times the trained length, over the texts that
-`long_texts.py` makes, and writes their numbers (`real_model_*.json`) and a page of tables, `real-model.md`, into --docs. After an
-interruption it goes on: finished passes lie under --work, and none is computed again. --page-only writes the page from the
-numbers that are there. A page that somebody else has written, and the numbers beside it, are not touched.
-On two cores, 135 million parameters trained on 8,192 tokens take about an hour and a half. Nothing is timed.
+all runs, in this order, `windlass rope sweep` to twice the trained length, kv to the trained length, passkeys to twice and
+stale to 1.4 times the trained length. It writes numbers (`real_model_*.json`) and a page of tables (`real-model.md`) to
+--docs. Finished passes are stored under --work, so an interrupted run resumes. --page-only writes the page from existing
+numbers. A page that another program wrote is not overwritten, and neither are the numbers next to it. A model of 135 million
+parameters, trained on 8,192 tokens, takes about an hour and a half on two cores.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import kv_by_position  # noqa: E402
-import passkeys  # noqa: E402
-import stale_keys_model  # noqa: E402
+from harness import kv_by_position, long_texts, passkeys, stale_keys_model
+from harness.subcommands import run_subcommand
 
 STEPS = ("sweep", "kv", "passkeys", "stale")
-# The texts of each step; all are read by the sweep.
+# Texts of the steps other than the sweep.
 FEW = ("novel", "handbook")
 _MARK = "<!-- made by benchmarks/real_model.py -->"
 SWEPT = (
@@ -39,7 +37,7 @@ SWEPT = (
 
 
 def command(step: str, options: argparse.Namespace, trained: int, texts: list[Path]) -> list[str]:
-    """The command line of one step; `few` texts where a text takes many passes."""
+    """The command line of one step. Steps of many passes read only FEW texts."""
     out = ["--out", str(options.docs / f"real_model_{step}.json")]
     few = [text for text in texts if text.stem in FEW] or texts[:2]
     if step == "sweep":
@@ -49,8 +47,7 @@ def command(step: str, options: argparse.Namespace, trained: int, texts: list[Pa
         words += ["--out", str(options.work / "sweep.html"), "--json", str(options.docs / "real_model_sweep.json")]
         words += ["--png", str(options.docs / "real_model_sweep.png"), *_scalings("--scaling", SWEPT)]
         return words + _texts(texts)
-    script = {"kv": "kv_by_position", "passkeys": "passkeys", "stale": "stale_keys_model"}[step]
-    words = [sys.executable, str(HERE / f"{script}.py"), str(options.model), *out]
+    words = [sys.executable, str(Path(__file__).resolve()), step, str(options.model), *out]
     if step == "kv":
         keep = str(options.work / "kv.jsonl")
         return [*words, "--max-len", str(trained), "--stretch", str(trained // 4), "--keep", keep, *_texts(texts)]
@@ -70,7 +67,7 @@ def _scalings(option: str, scalings: tuple[dict[str, Any], ...]) -> list[str]:
 
 
 def sweep_table(report: dict[str, Any]) -> str:
-    """Perplexity by stretch of half a trained length; behind it the change against no scaling with its interval."""
+    """Perplexity by half trained lengths, with the change against no scaling and its interval."""
     heads = list(report["curves"][0]["perplexity"])
     lines = ["| scaling | " + " | ".join(heads) + " |", "|---" + "|--:" * len(heads) + "|"]
     for curve in report["curves"]:
@@ -92,19 +89,19 @@ def _percent(nats: float) -> str:
 
 
 def page(docs: Path) -> str:
-    """The page, from what has been measured; parts that are not there yet are left out."""
+    """The page, with the parts that have been measured."""
     found = {step: docs / f"real_model_{step}.json" for step in STEPS}
     reports = {step: json.loads(path.read_text("utf-8")) for step, path in found.items() if path.exists()}
     if not reports:
-        raise SystemExit(f"error: there are no numbers in {docs}")
+        raise SystemExit(f"error: no numbers in {docs}")
     first = next(iter(reports.values()))
     lines = [_MARK, "# Long texts and a real model", ""]
     lines += [
         f"The same questions as on the bundled model ([scalings](rope_sweep.md), [stale keys](stale-keys.md)), asked of "
         f"{first['model']}. Texts are whole documents of Debian packages, each read from its beginning; "
-        "`benchmarks/long_texts.py` makes them and records their versions. Where there are brackets, they hold a change in per "
-        "cent and its 95 % interval (Student's t over texts, paired: every row reads the same texts). Weights, activations "
-        "and caches are float32 where nothing else is said.",
+        "`benchmarks/real_model.py texts` extracts them and records their versions. Brackets hold a change in per cent and its "
+        "95 % interval (Student's t over texts, paired: every row reads the same texts). Weights, activations and caches are "
+        "float32 unless stated otherwise.",
         "",
     ]
     if "sweep" in reports:
@@ -146,14 +143,14 @@ def page(docs: Path) -> str:
         lines += ["## Narrower caches, by position", ""]
         lines += [f"The change of perplexity by `--kv-cache-dtype`. {names}; {report['date']}.", ""]
         lines += [kv_by_position.table(report), ""]
-    lines += ["## Making it again", "", "```bash"]
-    lines += [".venv/bin/python benchmarks/long_texts.py --out texts --work work/texts"]
-    lines += [".venv/bin/python benchmarks/real_model.py /path/to/model --texts texts", "```"]
+    lines += ["## Reproduction", "", "```bash"]
+    lines += [".venv/bin/python benchmarks/real_model.py texts --out texts --work work/texts"]
+    lines += [".venv/bin/python benchmarks/real_model.py all /path/to/model --texts texts", "```"]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Run all measurements and write the page.")
     parser.add_argument("model", type=Path, nargs="?", help="Hugging Face directory")
     parser.add_argument("--texts", type=Path, default=Path("texts"), help="folder of *.txt")
     parser.add_argument("--work", type=Path, default=Path("work/real"), help="folder for finished passes")
@@ -163,7 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     made = options.docs / "real-model.md"
     if made.exists() and not made.read_text("utf-8").startswith(_MARK):
-        parser.error(f"{made} was not made by this program: name another folder with --docs")
+        parser.error(f"{made} was not written by this program: choose another folder with --docs")
     if not options.page_only:
         if options.model is None:
             parser.error("name a model")
@@ -179,4 +176,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    commands = {"texts": long_texts.main, "all": main, "kv": kv_by_position.main}
+    run_subcommand(__doc__, commands | {"passkeys": passkeys.main, "stale": stale_keys_model.main})

@@ -1,13 +1,12 @@
-"""Tokens per second with speculation on and off, in turn, on a text that repeats itself and on one that does not.
+"""Tokens per second with and without speculation, on repetitive and on random text.
 
     python benchmarks/speculation.py [MODEL] [--mtp] [--tokens 4] [--streams 1,8] [--length 256] [--threads 2] [--json OUT]
 
-MODEL: a model directory, the bundled one by default. Proposals are of `--speculative-ngram`, or with --mtp of the model's own
-prediction layer (`--speculative-mtp`; --draft-quantization: of its weights and head). Two engines with the same weights
-answer the same greedy requests by turns; their answers are compared as well. Repetitive: a phrase of 24 random tokens over
-and over, which most models go on repeating. Not repetitive: random tokens, drawn at temperature 1 from then on, so that
-hardly any run of tokens comes twice: what is left there is the price of trying. Medians (minimum to maximum) of tokens per
-second after the prompt.
+MODEL is a model directory, by default the bundled one. Proposals are those of `--speculative-ngram`, or with --mtp of the
+model's prediction layer (--draft-quantization: of its weights and head). Two engines with the same weights answer the same
+greedy requests in turns, and their answers are compared. Repetitive text is a phrase of 24 random tokens over and over. The
+other text is random, continued at temperature 1, so that hardly any run of tokens occurs twice: it shows the cost of failed
+proposals. Figures are medians (minimum to maximum) of tokens per second after the prompt.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def measure(
     kind = "repetitive" if repetitive else "not repetitive"
     print(
         f"{kind:15} {streams:3} streams  tokens/s {figures}  x {result['on_over_off']:.2f}  "
-        f"{accepted} of {proposed} proposed tokens stood, answers {'equal' if result['same_answers'] else 'DIFFER'}",
+        f"{accepted} of {proposed} proposed tokens accepted, answers {'equal' if result['same_answers'] else 'DIFFER'}",
         flush=True,
     )
     return result

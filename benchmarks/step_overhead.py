@@ -1,11 +1,10 @@
-"""What a decode step costs beside its kernels: run `python benchmarks/step_overhead.py` from a checkout, machine quiet.
+"""Time of a decode step outside its kernels.
 
-A step of eight streams of the bundled model is a few hundred microseconds of arithmetic, so whatever Python does around
-it shows. Every compiled function is timed as it is called. What is left of the step is overhead: planning, building the
-batch, choosing kernels and checking their operands, sampling, the books, and encoding what goes to the server. The
-calls themselves are not free either: what converting their arguments costs is measured on a function that does nothing
-and is counted as overhead, not as kernel time. Steps that repeat a recording make one call, `repeat_calls`, which is all
-of their layers' kernels. Medians and minima over many steps of this process's own clock.
+A step of eight streams of the bundled model has a few hundred microseconds of arithmetic, so the time of Python code shows.
+Every compiled function is timed. The rest is overhead: planning, building the batch, choosing kernels and checking operands,
+sampling, accounting and encoding. Converting the arguments of a call counts as overhead too; it is measured with a function
+that does nothing. Steps that repeat a recording make one call, `repeat_calls`, with the kernels of all layers. Run it on a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.steps import ONE_BY_ONE, check_tokens
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.messages import StepDone, encode
@@ -92,7 +90,7 @@ def build(model: str, streams: int, context: int, *, temperature: float, top_p: 
             model=model,
             max_model_len=context + 4096,
             cache=CacheConfig(memory=4 << 30),
-            scheduling=SchedulerConfig(max_num_seqs=max(streams, 8), target_step_seconds=0, **ONE_BY_ONE),
+            scheduling=SchedulerConfig(max_num_seqs=max(streams, 8), target_step_seconds=0, burst_seconds=0),
         )
     )
     rng = random.Random(seed)
@@ -132,7 +130,8 @@ def measure(
             middle = NOW[0]()
             encode(StepDone(tuple(outputs), 0.0, None))
             end = NOW[0]()
-            check_tokens(sum(len(output.token_ids) for output in outputs), streams)
+            if (tokens := sum(len(output.token_ids) for output in outputs)) != streams:
+                raise RuntimeError(f"a step of {streams} streams returned {tokens} tokens")
             calling = sum(
                 empty[name.removeprefix("kernel ")] * n for name, n in clock.calls.items() if name[:7] == "kernel "
             )

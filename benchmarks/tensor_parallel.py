@@ -1,11 +1,11 @@
-"""What two ranks cost and save on this machine: sums over ranks by three ways, and a model's steps by one process and by two.
+"""Cost and gain of two ranks on this machine: sums over ranks, and steps of a model in one process and in two.
 
     python benchmarks/tensor_parallel.py [MODEL] [--ranks 2] [--threads 2] [--rounds 3] [--quantization none int8]
         [--out FILE.json]
 
-The sums are those of a step: as many numbers as tokens times the hidden size, through the memory that ranks share and through
-torch.distributed's gloo. The model runs with all threads in one process and with as many in all ranks together, by turns, every
-run in processes of its own; the quickest of the rounds counts.
+The sums are those of a step (tokens times the hidden size), in shared memory and by gloo of torch.distributed. The model runs
+with all threads in one process, and with as many in all ranks together, in turns. Each run is a new process, and the fastest
+round counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds in a folder that goes away: what an earlier build left must get neither into a wheel nor into the package."""
+"""Build in a temporary folder, so that files of an earlier build are neither in a wheel nor in the package."""
 
 from tempfile import TemporaryDirectory
 
@@ -6,5 +6,5 @@ from setuptools import setup  # type: ignore[import-untyped]
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        # Under its own name this file is left out of the package in whose folder it lies.
+        # With this name the file is excluded from the package, whose folder it is in.
         setup(script_name="setup.py", options={"build": {"build_base": folder}})

@@ -1,6 +1,6 @@
-"""Writes requirements.lock: every library that a server needs, in one version each, with the sha256 of its files.
+"""Write requirements.lock: one version of every library that a server needs, with the sha256 of its files.
 
-`make lock` runs it with uv. The two distributions of this repository are left out: they are built from it.
+`make lock` runs it with uv. The distributions of this repository are not included.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ LOCK = ROOT / "requirements.lock"
 EXTRAS = ("hub", "otel")
 HEAD = """\
 # Made by `make lock`; do not edit. pip install --require-hashes -r requirements.lock, then pip install --no-deps . ./clients
-# torch is PyPI's: on Linux it brings CUDA's libraries. The CPU build has hashes of its own: docs/release.md says how to have it.
+# torch is the build of PyPI, with the CUDA libraries on Linux. The CPU build has other hashes: see docs/release.md.
 """
 
 
 def wanted() -> list[str]:
-    """The run-time requirements of both distributions, and those of the extras."""
+    """Run-time requirements of both distributions and of the extras."""
     server = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     client = tomllib.loads((ROOT / "clients" / "pyproject.toml").read_text(encoding="utf-8"))
     found = [*server["tool"]["windlass"]["dependencies"], *client["project"]["dependencies"]]
@@ -30,7 +30,7 @@ def wanted() -> list[str]:
 
 
 def main(uv: str) -> int:
-    """Resolve for every platform and Python that is supported, and write the file. uv: the program."""
+    """Resolve for all supported platforms and Python versions, and write the file. uv: the program."""
     command = [uv, "pip", "compile", "-", "--generate-hashes", "--universal", "--python-version", "3.11", "--no-header",
                "--no-annotate", "--constraint", str(ROOT / "constraints.txt"), "--quiet"]  # fmt: skip
     done = subprocess.run(command, input="\n".join(wanted()), stdout=subprocess.PIPE, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What tests of several folders share: an app over a scripted engine, on a real port, started once for a module."""
+"""Tiers of the tests, and fixtures of several folders: an app over a scripted engine, and a server with the bundled model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from helpers.crashes import CRASHES, FOLDER
 from helpers.device import PLACE
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads it when it is imported, by whichever library does so first: without a GPU its programs are interpreted.
+    # Triton reads this variable when it is first imported: without a GPU its programs are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 for name, value in (PLACE | CRASHES).items():
     os.environ.setdefault(name, value)
 
-# A test fails for what it tests: not because a machine is busy, and not for an example that came up by chance. Others are
-# looked for with --hypothesis-profile=unseeded.
+# Results depend neither on the load of the machine nor on chance. --hypothesis-profile=unseeded searches for new examples.
 hypothesis.settings.register_profile("unseeded", deadline=None)
 hypothesis.settings.register_profile("windlass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("windlass")
@@ -36,8 +35,13 @@ if TYPE_CHECKING:
     from helpers.live_server import Live
     from helpers.real_server import RealServer
 
-# Files with single tests of minutes: begun first, so that no process is left alone with one at the end.
-_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
+# Long files start first, so that no process is left alone with one at the end.
+_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_simulation.py"})
+
+# `make test` runs these folders, apart from tests marked slow or soak. Triton's interpreter is slow.
+_TESTS = Path(__file__).parent
+_QUICK = ("unit", "kernels", "engine", "api")
+_NOT_QUICK = _TESTS / "kernels" / "triton"
 
 
 def pytest_unconfigure() -> None:
@@ -46,7 +50,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays: to look among it for garbage, then and in each test, takes a tenth of all time."""
+    """Exclude imported modules and collected tests from garbage collection, which would scan them for a tenth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -55,14 +59,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # marks are set before pytest selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = item.path.relative_to(_TESTS).parts[0]
+        excluded = item.get_closest_marker("slow") or item.get_closest_marker("soak")
+        if tier in _QUICK and not excluded and not item.path.is_relative_to(_NOT_QUICK):
+            item.add_marker("quick")
     items.sort(key=lambda item: item.path.name not in _LONG)
 
 
 def pytest_collection_finish() -> None:
-    """pytest gives its handlers to, and takes them from, each logger that does not hand on to the root, six times a test.
+    """Let the dozens of loggers of torch propagate to the root logger.
 
-    torch has dozens of them, and none of them has to keep anything from the root here.
+    pytest adds its handlers to each logger that does not, and removes them again, six times per test.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
@@ -70,9 +80,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_set_of_authorities() -> Iterator[None]:
-    """HTTP clients share what they trust by default. Each would read the certificates of all authorities anew, which takes longer
-    than most of what they ask, and a server that is waited for is asked many times a second."""
+def shared_ssl_context() -> Iterator[None]:
+    """Share the default SSL context among HTTP clients. Loading all root certificates takes longer than most requests."""
     with pytest.MonkeyPatch.context() as patch:
         for library in ("httpx", "httpx2"):  # openai has the second
             if transports := sys.modules.get(f"{library}._transports.default"):
@@ -91,7 +100,7 @@ def _sharing(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLCont
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    from helpers.live_server import live_server  # the app takes a while to import, and most tests need none
+    from helpers.live_server import live_server  # slow to import, and not needed by most tests
 
     with live_server() as live:
         yield live
@@ -99,9 +108,14 @@ def shared() -> Iterator[Live]:
 
 @pytest.fixture
 def live(shared: Live) -> Live:
-    """That server, its engine as new."""
-    shared.engine.reset()
+    """The shared server, with its engine reset."""
+    shared.reset()
     return shared
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +127,7 @@ def demo_server() -> Iterator[RealServer]:
     options = [
         word for name, scaling in profiles.items() for word in ("--rope-profile", f"{name}={json.dumps(scaling)}")
     ]
-    # Answers do not end by chance.
+    # The length of an answer does not depend on chance.
     options += ["--override-generation-config", json.dumps({"temperature": 0})]
     with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *options) as running:
         yield running

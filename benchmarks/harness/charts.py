@@ -1,6 +1,6 @@
 """Draws reports: bars per measure with their bound, curves over context length. Measures nothing; needs matplotlib.
 
-Backgrounds are transparent and every line and letter is a grey or a colour that reads on white and on near-black alike.
+Backgrounds are transparent and every line and letter is a grey or a colour that is legible on white and on near-black.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def draw_bars(report: dict[str, Any]) -> Figure:
     by_measure: dict[str, list[dict[str, Any]]] = {}
     for _, result in pairs:
         by_measure.setdefault(result["measure"], []).append(result)
-    # Panels of about as many bars stand beside each other, so that none is mostly empty; then by name, numbers as numbers.
+    # Panels with similar numbers of bars share a row; then they are sorted by name, with numbers in numerical order.
     panels = sorted(by_measure.items(), key=lambda item: (-len(item[1]), _natural(item[0])))
     columns = min(2, len(panels))
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
@@ -102,7 +102,7 @@ def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows:
             axes.plot([bound, bound], [row - 0.42, row + 0.42], color=BOUND, linewidth=2)
         axes.annotate(
             three_digits(median),
-            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # beside the mark, not under it
+            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # next to the mark
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -194,50 +194,6 @@ def draw_streams(run: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_latencies(report: dict[str, Any]) -> Figure:
-    """Inter-token latency of every stream over time, while a long prompt prefills beside them, and its distribution."""
-    streams = report["streams"]
-    figure = new_figure(9.0, max(3.8, 1.1 * len(streams)))
-    grid = figure.add_gridspec(len(streams), 2, width_ratios=(3, 2))
-    # A row for each: streams take each step together, so points of all of them in one place would show the last alone.
-    rows = [figure.add_subplot(grid[0, 0])]
-    rows += [figure.add_subplot(grid[row, 0], sharex=rows[0], sharey=rows[0]) for row in range(1, len(streams))]
-    right = figure.add_subplot(grid[:, 1])
-    for index, (axes, stream) in enumerate(zip(rows, streams, strict=True)):
-        axes.plot(stream["at"], stream["milliseconds"], ".", markersize=2, color=COLOURS["Windlass"])
-        axes.axvspan(*report["prefill_span"], color=INK, alpha=0.12, linewidth=0)
-        axes.set_ylabel(f"stream {index + 1}", fontsize=8)
-        axes.label_outer()
-    rows[0].set_title(
-        f"milliseconds between tokens of {len(streams)} streams beside a prompt of {report['prompt']:,} tokens",
-        fontsize=8,
-    )
-    rows[-1].set_xlabel("seconds (grey: the prompt prefills)")
-    during = sorted(report["during_milliseconds"])
-    right.plot(
-        during,
-        [(i + 1) / len(during) for i in range(len(during))],
-        color=COLOURS["Windlass"],
-        label="during the prefill",
-    )
-    alone = sorted(report["alone_milliseconds"])
-    right.plot(alone, [(i + 1) / len(alone) for i in range(len(alone))], color=COLOURS["OpenVINO"], label="before it")
-    right.axvline(report["during"]["p99"], color=BOUND, linestyle="--", label=f"p99 {report['during']['p99']:.0f} ms")
-    right.set_xlabel("milliseconds")
-    right.set_ylabel("share of tokens")
-    for axes in (*rows, right):
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
-        style(axes)
-    legend(right)
-    figure.suptitle(caption(report), color=INK, fontsize=8)
-    return figure
-
-
-def save_bars(report: dict[str, Any], path: Path) -> None:
-    save(lambda: draw_bars(report), path)
-
-
 def save(draw: abc.Callable[[], Figure], path: Path) -> None:
-    """Raises ImportError where matplotlib is missing."""
+    """Raises ImportError without matplotlib."""
     draw().savefig(path, dpi=130)

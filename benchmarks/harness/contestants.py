@@ -1,4 +1,4 @@
-"""Who takes part: Windlass and whichever peers are installed, each able to start, measure and stop.
+"""Contestants: Windlass and the installed peers, each of which can start, measure and stop.
 
 A contestant that lacks something says so with WorkerError when it starts; nothing here decides what to do about that.
 """
@@ -62,7 +62,7 @@ class _InWorker(ABC):
 
     @abstractmethod
     def _launch(self) -> Worker:
-        """A worker that has loaded the model. Raises WorkerError where it cannot be had."""
+        """A worker that has loaded the model. Raises WorkerError if it cannot be started."""
 
     def start(self) -> None:
         self._worker = self._launch()
@@ -135,7 +135,7 @@ class WindlassContestant(_InWorker):
         return Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
 
     def info(self) -> dict[str, Any]:
-        """What the engine says about itself, byte counts among it."""
+        """Properties that the engine reports, with byte counts."""
         return self._started().info
 
     def version(self) -> str:
@@ -160,7 +160,7 @@ class WindlassContestant(_InWorker):
 
 
 class OpenVINOContestant(_InWorker):
-    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU unless told otherwise."""
+    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU by default."""
 
     program = "OpenVINO"
     slow = False
@@ -258,7 +258,7 @@ class LlamaCppContestant:
         return tool
 
     def _run(self, command: list[str], *, errors_too: bool = False) -> str:
-        """What it prints. errors_too: also what it prints as if it were an error, such as results."""
+        """The output of a command. errors_too: with standard error, where some tools print results."""
         log = _log(self._places, self.name)
         with log.open("ab") as errors:  # some tools leave a file of their own where they run
             try:
@@ -316,7 +316,7 @@ class VLLMContestant(_InWorker):
 def contestants_for(
     kind: str, places: Places, threads: int, vocab: int, kv_gb: float, kv_dtypes: list[str]
 ) -> list[Contestant]:
-    """Everybody who could take part in a group; whether they can shows when they start."""
+    """All contestants of a group. Missing programs are reported at their start."""
     openvino: list[Contestant] = [OpenVINOContestant(places, w, threads, vocab) for w in ("int8", "int4")]
     llama: list[Contestant] = [
         LlamaCppContestant(places, w, threads, program)

@@ -1,7 +1,7 @@
-"""Whether a device computes what a CPU does: tiny models of several families, with the same files, in float32 and bfloat16.
+"""Agreement of a device with a CPU: tiny models of several families, in float32 and bfloat16.
 
-Uses the tests' makers of models, so it runs from a checkout. Cases of one model and the same options share an engine, as what an
-engine needs to be compiled takes longest.
+It uses the model makers of the tests, so it runs from a checkout. Cases of one model with the same options share an engine,
+because compilation takes longest.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ class Text:
 
 def name_of(case: Case) -> str:
     family, options, fields = case
-    told = {k: v for k, v in (options | fields).items() if v is not None and k not in _SHIFTING}
-    return " ".join([family, *(f"{k}={_shown(v)}" for k, v in told.items())])
+    shown = {k: v for k, v in (options | fields).items() if v is not None and k not in _SHIFTING}
+    return " ".join([family, *(f"{k}={_shown(v)}" for k, v in shown.items())])
 
 
 def chosen(parts: Sequence[str]) -> list[Case]:
-    """The cases whose names hold any of these; all for none."""
+    """The cases whose names contain any of these fragments; without fragments all."""
     return [case for case in CASES if not parts or any(part in name_of(case) for part in parts)]
 
 
 def agreement(device: torch.device, directory: Path, parts: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Of each case the largest difference of a log-probability between device and CPU, and its bound.
+    """The largest difference of a log-probability between device and CPU for each case, and its bound.
 
-    In float32 a device draws by itself; in bfloat16 it is made to draw what the CPU drew, since rounded it may come to other
-    tokens. `apart`: by how much what a case asks for moves the CPU's own log-probabilities of the same text. A case that cannot
-    tell is missed, too: where a request asks for something that moves them by no more than the bound, where rounded weights or
-    caches move them by no more than that of float32, and where no proposal is accepted.
-    What fails is not measured, and the note says why. directory: for the models. parts: see `chosen`.
+    In float32 a device draws tokens itself. In bfloat16 it is forced to the tokens of the CPU, since rounding may change
+    them. `apart`: the effect of the case's options on the CPU's own log-probabilities of the same text. A case without
+    effect counts as missed: a request option with an effect within the bound, rounded weights or caches with one within the
+    bound of float32, and speculation without an accepted proposal. A failed case is not measured, with the reason as its
+    note. directory: for the models.
     """
     if _TESTS not in sys.path:
         sys.path.insert(0, _TESTS)
@@ -112,17 +112,22 @@ def _compared(case: Case, engines: _Engines, plain: _Engines, device: str, dtype
         want = engines.text("cpu", "float32", fields)
         without = plain.text("cpu", "float32", {}, want.drawn)
         got = engines.text(device, dtype, fields, None if dtype == "float32" else want.drawn)
-    except Exception as error:  # the other cases are asked all the same
+    except Exception as error:  # the other cases continue
         return row | {"verdict": "not measured", "note": reason_of(error)}
     nats, apart = _furthest(want, got), _furthest(want, without)
     if "speculative_ngram" in options:
-        tells = min(want.accepted, got.accepted) > 0
+        effective = min(want.accepted, got.accepted) > 0
     elif any(value is not None for value in fields.values()):
-        tells = apart > bound
+        effective = apart > bound
     else:
-        tells = apart > FLOAT32 or not {"quantization", "kv_cache_dtype"} & options.keys()
-    note = "" if tells else "the case cannot tell"
-    return row | {"nats": nats, "apart": apart, "verdict": "met" if tells and nats <= bound else "missed", "note": note}
+        effective = apart > FLOAT32 or not {"quantization", "kv_cache_dtype"} & options.keys()
+    note = "" if effective else "the case has no effect"
+    return row | {
+        "nats": nats,
+        "apart": apart,
+        "verdict": "met" if effective and nats <= bound else "missed",
+        "note": note,
+    }
 
 
 def _furthest(one: Text, other: Text) -> float:
@@ -138,23 +143,23 @@ def _shown(value: Any) -> str:
 
 
 class _Engines:
-    """Of one model with the same options, one for each device and type: made when asked for, anew where one has failed."""
+    """Engines of a model with the same options, one per device and dtype, created on first use and after a failure."""
 
     def __init__(self, model: Path, options: dict[str, Any]) -> None:
         self._model, self._options, self._made = model, options, dict[tuple[str, str], EngineCore]()
 
-    def text(self, device: str, dtype: str, fields: dict[str, Any], told: Sequence[int] | None = None) -> Text:
-        """A prompt that says something twice, and what is drawn behind it, which captured steps compute where there are any.
+    def text(self, device: str, dtype: str, fields: dict[str, Any], forced: Sequence[int] | None = None) -> Text:
+        """Log-probabilities of a prompt that repeats itself and of the tokens after it, which captured steps compute.
 
-        told: what is drawn. Raises what a request fails with.
+        forced: the tokens to draw. Raises the error of the request.
         """
         core = self._made.pop((device, dtype), None) or self._make(device, dtype)
         found, drawn = list[float](), list[int]()
         before = core.scheduler.counters.spec_decode_num_accepted_tokens
-        # What closes thinking of no tokens is drawn at once, token for token.
-        forced = None if told is None else ThinkingBudget(0, tuple(told))
+        # The end sequence of a thinking budget of 0 tokens is drawn immediately.
+        thinking = None if forced is None else ThinkingBudget(0, tuple(forced))
         sampling = SamplingParams(
-            max_tokens=_DRAWN, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, thinking=forced
+            max_tokens=_DRAWN, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, thinking=thinking
         )
         prompt = torch.randint(3, 128, (_PROMPT // 2,), generator=torch.Generator().manual_seed(0)).tolist() * 2
         core.add(EngineRequest("x", prompt, sampling, **fields))
@@ -176,7 +181,7 @@ class _Engines:
             "device": device,
             "max_model_len": 200,
         }
-        # Every prompt is computed whole: fewer shapes to compile.
+        # Each prompt is computed in one step, so fewer shapes are compiled.
         given |= {"max_num_seqs": 2, "kv_cache_memory": 8 << 20, "prefix_caching": False}
         core = EngineCore(from_flat(str(self._model), given | self._options))
         core.warm_up()

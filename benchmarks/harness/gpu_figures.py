@@ -1,10 +1,13 @@
-"""What a figure on a GPU is, and the bounds that stand beside it: bandwidth and matrix rate, measured in the same run."""
+"""Figures of a GPU, the bounds measured in the same run, and the report that collects both."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +15,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """seconds: measured; bound: what would be possible, None for none. wanted: the least share of the bound, or without one the
-    most that may be measured; None: nothing is asked. plain: numbers that are no seconds. note: why nothing was measured.
+    """A measured time, its bound and its goal.
+
+    bound: the shortest possible time, or None. wanted: the smallest accepted share of the bound, or without a bound the largest
+    accepted value; None: no goal. plain: the values are not seconds. note: why nothing was measured.
     """
 
     name: str
@@ -25,7 +30,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Of the bound."""
+        """The bound over the measured time."""
         return self.bound / self.seconds if self.seconds and self.bound else None
 
     @property
@@ -96,8 +101,8 @@ class Bounds:
 
 def reason_of(error: BaseException) -> str:
     """One line for a table: the type of an error and the first line of what it says, if it says anything."""
-    said = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *said[:1]]).replace("|", "/")
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]]).replace("|", "/")
 
 
 def wait(device: torch.device) -> None:
@@ -134,3 +139,57 @@ def _together(work: Callable[[], object], each: int, device: torch.device) -> Ca
         calls()
     again: Callable[[], object] = graph.replay
     return again
+
+
+class Growing:
+    """A report that is saved after every figure. data: its content. failed: names of measurements that failed."""
+
+    def __init__(self, head: dict[str, Any], out: Path | None) -> None:
+        self.data: dict[str, Any] = head | {"figures": []}
+        self.failed: list[str] = []
+        self._out = out
+        self._write()  # fails early where the file cannot be written
+
+    def add(self, figures: Iterable[Figure]) -> None:
+        """Print and save each figure as soon as it is measured."""
+        for figure in figures:
+            print(figure.line(), flush=True)
+            self.data["figures"].append(figure.as_dict())
+            self._write()
+
+    def agreed(self, case: dict[str, Any]) -> None:
+        """Print and save a case of agreement()."""
+        nats = "" if case["nats"] is None else f"{case['nats']:.2g} nats"
+        cells = f"{case['name']}: as on the CPU | {nats} | {case['bound']:g} | {case['verdict']} | {case['note']}"
+        print(f"| {cells} |", flush=True)
+        self.data.setdefault("agreement", []).append(case)
+        if case["nats"] is None:
+            self.failed.append(case["name"])
+        self._write()
+
+    def grew(self, row: dict[str, Any]) -> None:
+        """Print and save a row of growth()."""
+        name = f"growth: {row['streams']} stream(s) behind {row['context']:,} tokens, a token"
+        print(Figure(name, row["seconds"], row["bound"]).line(), flush=True)
+        self.data.setdefault("growth", []).append(row)
+        self._write()
+
+    @contextlib.contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """Record an exception as a figure of this name that was not measured, and continue."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.append(name)
+            self.add([Figure(name, None, note=reason_of(error))])
+
+    def missed(self) -> list[str]:
+        """Names of the figures that missed their goal."""
+        found = [*self.data.get("agreement", []), *self.data["figures"]]
+        return [one["name"] for one in found if one["verdict"] == "missed"]
+
+    def _write(self) -> None:
+        if self._out is not None:
+            partial = self._out.with_name(self._out.name + ".partial")
+            partial.write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
+            partial.replace(self._out)  # complete, even if the run is interrupted

@@ -1,4 +1,4 @@
-"""An engine with random weights on a device: what streams, prompts, mixed scalings and shifts take, beside their bounds."""
+"""An engine with random weights on a device: time of streams, prompts, mixed scalings and shifts, with bounds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Streams:
                 tokens += self._step()[0]
             seconds = time.perf_counter() - begin
         finally:
-            self._end(ids)  # what failed leaves no streams beside the next ones
+            self._end(ids)  # a failure leaves no streams behind
         return seconds * len(ids) / tokens
 
     def prefill(self, length: int) -> float:
@@ -105,8 +105,8 @@ class Streams:
         Of the step in which it is booked and the next one, as it may be planned a step ahead. For an engine that takes a step for
         each token.
         """
-        room, counters = self.core.info.shift_context, self.core.scheduler.counters
-        one = self.add(room - 8, steps + 1024 + 16 * _SHIFTS, context=ContextRule(overflow="shift"))
+        capacity, counters = self.core.info.shift_context, self.core.scheduler.counters
+        one = self.add(capacity - 8, steps + 1024 + 16 * _SHIFTS, context=ContextRule(overflow="shift"))
         begun = counters.context_shifts
         while counters.context_shifts < begun + 2:  # programs are compiled at the first one
             self._step()
@@ -205,7 +205,7 @@ def stream_figures(
 
 
 def step_figures(name: str, streams: Streams, *, prompt: int, steps: int) -> Iterator[Figure]:
-    """Of an engine that takes a step for each token: what is beside the graph, and what a full context's shift adds."""
+    """Figures of an engine with one step per token: the time outside the graph, and the cost of a context shift."""
     beyond = streams.beyond_graphs(prompt, steps)
     note = "" if beyond is not None else "no graphs on this device"
     yield Figure(f"{name}: a step beyond its graph", beyond, wanted=150e-6, note=note)
@@ -216,7 +216,34 @@ def step_figures(name: str, streams: Streams, *, prompt: int, steps: int) -> Ite
 
 
 def growth(streams: Streams, count: int, length: int, steps: int) -> dict[str, Any]:
-    """Seconds of a token beside the bound, of so many streams behind so many tokens."""
+    """Seconds per token and their bound, for `count` streams with contexts of `length` tokens."""
     seconds = streams.decode([{}] * count, length, steps)
     bound = streams.bytes_of_step(count, length + steps // 2) / streams.bounds.bandwidth
     return {"streams": count, "context": length, "seconds": seconds, "bound": bound}
+
+
+def seconds_of_token(model: Path, bounds: Bounds, prompt: int, steps: int) -> float:
+    """Seconds per token of one greedy stream in transformers with a compiled static cache and random weights.
+
+    Computed from the difference of two runs. Raises ImportError without transformers.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    with torch.device(bounds.device):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=bounds.dtype).eval()
+    ids = torch.randint(10, config.vocab_size, (1, prompt), device=bounds.device)
+
+    def run(tokens: int) -> float:
+        wait(bounds.device)
+        begin = time.perf_counter()
+        made.generate(
+            ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, cache_implementation="static",
+            attention_mask=torch.ones_like(ids), pad_token_id=0,
+        )  # fmt: skip
+        wait(bounds.device)
+        return time.perf_counter() - begin
+
+    run(4 + steps)  # compiles
+    few, many = (min(run(tokens) for _ in range(3)) for tokens in (4, 4 + steps))
+    return max(many - few, 1e-9) / steps

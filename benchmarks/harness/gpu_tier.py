@@ -1,4 +1,4 @@
-"""Blocks that leave a GPU's cache and come back: beside pinned copies, and beside computing the prompt again."""
+"""Blocks that leave the cache of a GPU and return, compared with pinned copies and with computing the prompt again."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def tier_figures(name: str, model: Path, bounds: Bounds, *, far: int, tiny: bool
 
 
 def _token_bytes(model: Path, bounds: Bounds) -> int:
-    said = json.loads((model / "config.json").read_text())
-    items = 2 * said["num_hidden_layers"] * said["num_key_value_heads"] * said["head_dim"]
+    config = json.loads((model / "config.json").read_text())
+    items = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     return int(items) * bounds.dtype.itemsize
 
 
@@ -207,11 +207,11 @@ def _prompts(name: str, model: Path, bounds: Bounds, far: int, token_bytes: int,
     del plain
     _give_back(bounds)
     bound, plainly = far * token_bytes / to_device, min(computed)
-    beside = f"{name}: the same, as many blocks evicted to the host, over that"
+    with_copies = f"{name}: the same, as many blocks evicted to the host, over that"
     return [
         Figure(f"{name}: a prompt of {far:,} tokens computed, nothing evicted", plainly),
-        Figure(beside, min(evicting) / plainly, wanted=1.15, plain=True),
-        Figure(f"{name}: the same brought back from the host, beside a pinned copy", min(back), bound, 0.4),
+        Figure(with_copies, min(evicting) / plainly, wanted=1.15, plain=True),
+        Figure(f"{name}: the same returned from the host, compared with a pinned copy", min(back), bound, 0.4),
         Figure(f"{name}: that over computing it", min(back) / plainly, wanted=0.5, plain=True),
     ]
 

@@ -1,4 +1,4 @@
-"""llama.cpp and ik_llama.cpp by their own tools and llama_depth.cpp: what to run, and how to read it. Starts nothing itself."""
+"""llama.cpp and ik_llama.cpp by their own tools and llama_depth.cpp: their commands and the parsers of their output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dialect:
 _WARMED = 512  # longest prompt that is computed once before it is timed; of a longer one the first pages hardly count
 _SPEED_COLUMN = 7  # S_TG of llama-batched-bench's table
 
-# ik_llama.cpp lays weights out for its quickest products when it is told to.
+# With -rtr ik_llama.cpp rearranges weights for its fastest products.
 DIALECTS = {
     "llama.cpp": Dialect("llama.cpp", "jsonl", ("--no-warmup",)),
     "ik_llama.cpp": Dialect("ik_llama.cpp", "json", ("-w", "0"), ("-rtr", "1")),
@@ -99,9 +99,9 @@ def parse_bench(output: str) -> list[float]:
 
 def parse_batched_bench(output: str) -> list[float]:
     """Tokens per second of all streams together, from lines of JSON or a table. Raises ValueError where there are none."""
-    told = [float(row["speed_tg"]) for row in _json_lines(output) if "speed_tg" in row]
+    reported = [float(row["speed_tg"]) for row in _json_lines(output) if "speed_tg" in row]
     rows = (line.strip("| ").split("|") for line in output.splitlines() if re.match(r"\| *\d", line))
-    return _usable(told or [float(columns[_SPEED_COLUMN]) for columns in rows], output)
+    return _usable(reported or [float(columns[_SPEED_COLUMN]) for columns in rows], output)
 
 
 def parse_version(output: str) -> str:

@@ -1,4 +1,4 @@
-// llama.cpp decoding beside a filled cache, as a worker of the benchmarks (see worker.py for the lines it exchanges).
+// llama.cpp decoding with a filled cache, as a worker of the benchmarks (see worker.py for the lines it exchanges).
 //
 //   llama-depth MODEL THREADS DEPTH STEPS
 //

@@ -1,4 +1,4 @@
-"""What this machine is, and whether somebody else is using it. The share of foreign work needs Linux's /proc."""
+"""Properties of this machine, and its use by other processes. The share of foreign work needs Linux's /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, by name: the parts of a run that every contestant is asked for."""
+"""Measures by name, which every contestant performs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Measure:
     """One figure. Throughputs are tokens per second of all streams together; higher is better.
 
     decode: `streams` sequences with prompts of `prompt` tokens, `steps` tokens each, timed once all of them decode.
-    prefill: one prompt of `prompt` tokens, up to its first token. depth: decode beside `prompt` cached tokens.
+    prefill: one prompt of `prompt` tokens, up to its first token. depth: decode with `prompt` cached tokens.
     startup: no throughput but seconds from the command until requests are taken, and the peak of resident memory.
     """
 

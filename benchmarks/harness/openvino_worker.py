@@ -32,7 +32,7 @@ class OpenVINOHandler:
         self._count = 0
         self._vocab = options.get("vocab", 32000)
         self._kept: tuple[int, Any] | None = None  # (prompt length, handle) of a request that stays between measures
-        self._warm = False  # the first run compiles; whoever asks only for the start-up shall not wait for it
+        self._warm = False  # the first run compiles, which the start-up must not include
 
     def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
         kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
@@ -66,7 +66,7 @@ class OpenVINOHandler:
         return value
 
     def depth(self, prompt: int, steps: int, prepared: abc.Callable[[], None]) -> float:
-        """One stream beside `prompt` tokens. The prompt is computed once and the stream goes on at the next call."""
+        """One stream after `prompt` tokens. The prompt is computed once; the next call continues the stream."""
         if self._kept is None or self._kept[0] != prompt:
             self._drop_kept()
             handle = self._add(prompt, 4096)

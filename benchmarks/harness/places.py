@@ -1,4 +1,4 @@
-"""Where the benchmark's models and the peers lie under the work folder. Looks, makes nothing."""
+"""Paths of the benchmark models and of the installed peers in the work folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Places:
 
     @property
     def quality(self) -> Path:
-        """What peers_quality.py found."""
+        """The report of `peers.py quality`."""
         return self._models / "quality.json"
 
     def gguf(self, kind: str) -> Path:

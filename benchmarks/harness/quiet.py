@@ -1,4 +1,4 @@
-"""Takes a sample again when others used the machine meanwhile."""
+"""Repetition of samples that other processes disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine can do: how fast it reads, copies and multiplies, over a run and beside a single sample."""
+"""Rates of the machine: read and copy bandwidth and matrix products, over a run and around a single sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from windlass.kernels.device_memory import advise_huge_pages
 
 _Value = TypeVar("_Value")
-_Work = tuple[abc.Callable[[], object], float]  # what to run, and how much of the rate's unit one run is
+_Work = tuple[abc.Callable[[], object], float]  # a call and its amount in the unit of the rate
 
 
 class Rates:
@@ -54,26 +54,25 @@ class Rates:
                 runs += 1
         return runs * amount / passed
 
-    def beside(
+    def around(
         self, name: str, work: abc.Callable[[abc.Callable[[], None]], _Value]
     ) -> tuple[_Value, tuple[float, float]]:
-        """(what `work` returns, the rate right before and right after it).
+        """The result of `work`, and the rates right before and right after it.
 
-        `work` gets a function to call when all is prepared and only what is timed remains: the first rate is taken then.
-        ValueError if it never calls it.
+        `work` receives a function that it must call before its timed part: the first rate is measured then. Raises ValueError if
+        it does not call it.
         """
         before: list[float] = []
         value = work(lambda: before.append(self.now(name)))
         if not before:
-            raise ValueError("nobody said when all was prepared")
+            raise ValueError("the work did not report that it was prepared")
         return value, (before[-1], self.now(name))
 
 
 def readable(nbytes: int) -> Tensor:
-    """float32 ones whose `sum` reads memory about as fast as this machine can, if they are larger than its caches.
+    """A float32 tensor of ones in huge pages. If it exceeds the caches, its `sum` measures the read bandwidth.
 
-    In huge pages, as the weights and the cache of a server lie: with pages of 4 KiB the same sum measures how fast page
-    tables are walked, and stays below what the kernels read at.
+    Weights and caches of a server are in huge pages too. With pages of 4 KiB the sum would measure the walk of page tables.
     """
     numbers = torch.empty(nbytes // 4, dtype=torch.float32)
     advise_huge_pages(numbers)

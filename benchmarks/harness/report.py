@@ -1,9 +1,8 @@
-"""What a run leaves behind: plain data, its statistics, its ratios against the goals, and a table to read.
+"""Reports of a run: plain data, statistics, ratios against the goals, and tables.
 
-Knows no program and starts none. A report is {"schema": 1, "model": …, "runs": [run, …]}; runs are parts measured at
-different times, each with its own machine rates, so a ratio never crosses two of them. A result's `rates` are what the
-machine could do right before and right after each sample; its bound and share follow from them (older reports have a
-bound from the run's rates, and no share).
+A report is {"schema": 1, "model": …, "runs": [run, …]}. Runs are measured at different times with their own rates of the
+machine, so a ratio never compares two of them. `rates` of a result are those right before and right after each sample, from
+which its bound and share follow. Older reports have a bound from the rates of the run, and no share.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Goal:
     at_least: float
 
 
-# Pairs of a like quality; what a real model's perplexity says of each stands beside them.
+# Pairs of similar quality.
 REAL_GOALS = (
     Goal("decode, 1 stream", "Windlass int8", "ik_llama.cpp Q8_0", 1.15),
     Goal("decode, 1 stream", "Windlass int4", "ik_llama.cpp Q4_K_M", 1.15),
@@ -86,7 +85,7 @@ def percentile(values: abc.Sequence[float], percent: float) -> float:
 
 
 def rate_of_kind(kind: str) -> Literal["read_gb_s", "fp32_gflop_s"]:
-    """What is measured beside each sample of a kind: what bounds it, or for prompts what their attention is held against."""
+    """The rate measured around each sample of a kind: its bound, or for prompts the reference of their attention."""
     return "fp32_gflop_s" if kind == "prefill" else "read_gb_s"
 
 
@@ -113,26 +112,26 @@ def bound_of(
         cached = "int8" if kv_dtype == "u8" or "q8_0" in kv_dtype else kv_dtype
         read += prompt * (kv_bytes or shape.kv_bytes_per_token(cached))
         reason = f"weights and {cached} KV"
-    return streams * read_gb_s * 1e9 / read, f"{reason} at the read bandwidth beside each sample"
+    return streams * read_gb_s * 1e9 / read, f"{reason} at the read bandwidth of each sample"
 
 
 def add_bound(result: dict[str, Any], shape: ModelShape) -> None:
-    """Give a result its `bound` and `share`, if its kind has any: the medians over its samples, each beside its own rate.
+    """Set `bound` and `share` of a result, if its kind has them: medians over the samples, each with its own rate.
 
-    What the program said of its cache (`kv_cache_dtype`, `kv_bytes_per_token`) goes before what it was asked for.
+    The cache that the program reported (`kv_cache_dtype`, `kv_bytes_per_token`) counts, not the requested one.
     """
     weights = result.get("weight_bytes") or result["weights"]
     cache = result.get("kv_cache_dtype") or result["kv_dtype"]
     numbers = (result["kind"], result["streams"], result["prompt"], weights, cache)
     per_gb_s = bound_of(shape, *numbers, 1.0, result.get("kv_bytes_per_token"))
     if per_gb_s:
-        rates = rates_beside(result, "read_gb_s")
+        rates = sample_rates(result, "read_gb_s")
         result["bound"], result["bound_reason"] = statistics.median(rates) * per_gb_s[0], per_gb_s[1]
         result["share"] = _share(result["samples"], rates, result["bound"])
 
 
-def rates_beside(result: dict[str, Any], name: str) -> list[float]:
-    """The rate beside each sample: the mean of right before and right after it."""
+def sample_rates(result: dict[str, Any], name: str) -> list[float]:
+    """The rate of each sample: the mean of the ones right before and right after it."""
     return [statistics.mean(pair) for pair in result["rates"][name]]
 
 
@@ -212,7 +211,7 @@ def _check_rates(result: dict[str, Any]) -> None:
         if len(pairs) != len(result["samples"]) or not all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
             raise ValueError(f"{what}: {name} is not two rates for each sample")
     if "share" in result:
-        rates = rates_beside(result, "read_gb_s")
+        rates = sample_rates(result, "read_gb_s")
         if not math.isclose(result["share"], _share(result["samples"], rates, result["bound"])):
             raise ValueError(f"{what}: share is not that of the samples")
 
@@ -248,8 +247,7 @@ def by_contestant(run: dict[str, Any]) -> str:
 
 
 def quality_of(quality: abc.Mapping[str, dict[str, float]], contestant: str) -> str:
-    """What its perplexity is above that of the weights as stored; – where nobody measured it. Caches are not told apart, what is
-    computed in is."""
+    """The increase of perplexity over the stored weights, or – if unknown. It depends on the compute dtype, not on the cache."""
     known = contestant if ", computed in " in contestant else contestant.split(",")[0]
     found = quality.get(contestant) or quality.get(known)
     return "–" if found is None else f"{100 * found['change']:+.2g} %"
@@ -275,7 +273,7 @@ def table(run: dict[str, Any]) -> str:
             )
         ),
         "",
-        "| measure | contestant | perplexity | median | min–max | of the bound | rate beside it | others' share |",
+        "| measure | contestant | perplexity | median | min–max | of the bound | rate | others' share |",
         "|---|---|---|---|---|---|---|---|",
     ]
     quality = run.get("quality", {})
@@ -284,15 +282,15 @@ def table(run: dict[str, Any]) -> str:
         bounded = f"{share:.0%} of {three_digits(result['bound'])}" if share else "–"
         if share and share > MOST_SHARE:
             bounded += " (impossible: the bound is wrong)"
-        beside = (
-            f"{three_digits(statistics.median(rates_beside(result, name)))} {unit}"
+        rates = (
+            f"{three_digits(statistics.median(sample_rates(result, name)))} {unit}"
             for name, unit in (("read_gb_s", "GB/s"), ("fp32_gflop_s", "Gflop/s"))
             if name in result.get("rates", {})
         )
         lines.append(
             f"| {result['measure']} | {result['contestant']} | {quality_of(quality, result['contestant'])} | "
             f"{three_digits(result['median'])} {result['unit']} | "
-            f"{three_digits(result['min'])}–{three_digits(result['max'])} | {bounded} | {', '.join(beside) or '–'} | "
+            f"{three_digits(result['min'])}–{three_digits(result['max'])} | {bounded} | {', '.join(rates) or '–'} | "
             f"{max(result['foreign'] or [0]):.0%} |"
         )
     if run.get("ratios"):
@@ -300,8 +298,8 @@ def table(run: dict[str, Any]) -> str:
         for ratio in run["ratios"]:
             verdict = "reached" if ratio["reached"] else "missed"
             both = [quality_of(quality, ratio[side]) for side in ("contestant", "over")]
-            beside = f" (perplexity {both[0]} against {both[1]})" if quality and ratio["over"] != "bound" else ""
-            pair = f"{ratio['contestant']} over {ratio['over']}{beside}"
+            suffix = f" (perplexity {both[0]} against {both[1]})" if quality and ratio["over"] != "bound" else ""
+            pair = f"{ratio['contestant']} over {ratio['over']}{suffix}"
             lines.append(f"| {ratio['measure']} | {pair} | {ratio['ratio']:.2f} | {ratio['goal']} {verdict} |")
     if run.get("derived"):
         lines += ["", *(f"{name}: {value:.3g}" for name, value in run["derived"].items())]

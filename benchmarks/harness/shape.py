@@ -78,9 +78,7 @@ class ModelShape:
 
 ONE_B = ModelShape(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=32000)
 SMALL = ModelShape(hidden=256, layers=4, heads=8, kv_heads=2, ffn=704, vocab=1024)
-# Llama 2 7B with 2 of its 32 layers.
-LLAMA2_TWO_LAYERS = ModelShape(hidden=4096, layers=2, heads=32, kv_heads=32, ffn=11008, vocab=32000, context=4096)
 SMOLLM2 = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, context=8192, pace=6)
-# With weights that somebody trained: what rounding costs shows there alone.
+# Trained models: only their quality shows the cost of rounding.
 REAL = {"135m": SMOLLM2}
 SHAPES = {"1b": ONE_B, "small": SMALL, **REAL}

@@ -152,7 +152,7 @@ def save_checkpoint(model: SmallTransformer, folder: Path) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b. GPT-2's letters for bytes: printable ones stand for themselves, the others follow from 256 on."""
+    """Token b is byte b, written in GPT-2's letters for bytes: printable bytes as themselves, the others from 256 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     letters = {byte: chr(byte if byte in plain else next(others)) for byte in range(256)}

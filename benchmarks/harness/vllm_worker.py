@@ -1,9 +1,10 @@
 """vLLM's offline engine on a CPU in a worker process, with its own scheduler. Runs in that peer's own environment.
 
-python benchmarks/harness/vllm_worker.py MODEL '{"dtype": "bfloat16", "eager": false, "max_model_len": 8192, "max_num_seqs": 64}'
+python benchmarks/harness/vllm_worker.py MODEL '{"dtype": "bfloat16", "eager": false, "max_model_len": 8192, "max_num_seqs":
+64}'
 
-Run by its path: were benchmarks/ on the module path, transformers would take kernels.py there for Hugging Face's package.
-Threads and the size of its cache are told to vLLM by environment variables, which whoever starts this sets.
+Run it by its path: with benchmarks/ on the module path, transformers would import kernels.py instead of Hugging Face's
+package. The caller sets the number of threads and the size of the cache by environment variables of vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class VLLMHandler:
         self._rng = random.Random(0)
         self._count = 0
         self._vocab = options.get("vocab", 32000)
-        self._warm = False  # whoever asks only for the start-up shall not wait for it
+        self._warm = False  # the start-up must not include it
 
     def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
         kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))

@@ -1,8 +1,8 @@
-"""A contestant that lives in a process of its own: one JSON line asks for a measure, one JSON line answers.
+"""A contestant in a worker process: requests and answers are lines of JSON.
 
-Between the two the far end says when only the timed part remains, and waits until the near end wants it to go on.
-Both ends are here. It needs nothing but the standard library, since the far end runs in the peers' environments.
-Whatever else the far end prints goes to its standard error, and from there to a log file.
+Between the two the worker reports that only the timed part remains, and waits for permission to continue.
+Both ends are here. Only the standard library is used, since workers run in the environments of the peers.
+Other output of the worker goes to a log file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code on the pages: every Python block is run by a test or says why not; every shell command is one that there is."""
+"""Code blocks of the pages: Python runs in a test or has a reason why not, data can be parsed, commands and options exist."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from windlass.server.cli import main as cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LANGUAGES = {"python", "bash", "sh", "json", "yaml", "toml", "vim", "text", ""}
 
-# Who runs the Python of a page. A page that is not here may have no block without `<!-- not run: … -->`.
+# The tests that run the Python of a page. Blocks of other pages need `<!-- not run: … -->`.
 RUN_BY = {
     "tests/docs/test_client_docs.py": {
         "README.md",
@@ -43,15 +42,7 @@ RUN_BY = {
 }
 
 
-def test_every_block_is_seen_and_in_a_language_that_is_known() -> None:
-    for page in PAGES:
-        fences = len(re.findall(r"^```", page.read_text(encoding="utf-8"), re.MULTILINE))
-        assert fences == 2 * len(blocks_of(page)), page
-    assert len(BLOCKS) > 150
-    assert {block.language for block in BLOCKS} <= LANGUAGES
-
-
-def test_every_python_block_is_run_or_says_why_not() -> None:
+def test_every_python_block_runs_or_has_a_reason_why_not() -> None:
     running = set().union(*RUN_BY.values())
     python = [block for block in BLOCKS if block.language == "python"]
     unrun = [f"{b.page}:{b.line}" for b in python if b.not_run is None and b.page not in running]
@@ -66,8 +57,8 @@ def test_every_python_block_is_run_or_says_why_not() -> None:
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language in ("json", "yaml")], ids=lambda b: f"{b.page}:{b.line}"
 )
-def test_data_can_be_read(block: Block) -> None:
-    """JSON may leave out what it says with … ."""
+def test_data_can_be_parsed(block: Block) -> None:
+    """JSON may contain … for omitted parts."""
     if block.language == "yaml":
         assert yaml.safe_load(block.source)
         return
@@ -79,7 +70,7 @@ def test_data_can_be_read(block: Block) -> None:
 
 
 def lines_of(block: Block) -> Iterator[str]:
-    """Commands, one each: continued lines joined, comments gone."""
+    """The commands of a block, with continued lines joined."""
     yield from block.source.replace("\\\n", " ").splitlines()
 
 
@@ -92,7 +83,7 @@ def commands() -> list[tuple[str, list[str]]]:
             try:
                 words = shlex.split(line, comments=True)
             except ValueError:
-                continue  # a quotation over several lines
+                continue  # a quotation of several lines
             while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("do", "time", "&&", "then")):
                 words = words[1:]
             if words:
@@ -110,16 +101,16 @@ OWN = [
 
 @functools.cache
 def command_of(program: str) -> Any:
-    """Typer's own click, or click's, as it is installed."""
+    """The click command of a program."""
     return get_command(cli.app if program == "windlass" else loadtest.app)
 
 
 @pytest.mark.parametrize(("where", "words"), OWN)
-def test_commands_of_windlass_and_their_options_are_there(where: str, words: list[str]) -> None:
+def test_commands_of_windlass_and_their_options_exist(where: str, words: list[str]) -> None:
     command = command_of(Path(words[0]).name)
     rest = words[1:]
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        assert rest[0] in command.commands, f"{where}: there is no {' '.join(words)}"
+        assert rest[0] in command.commands, f"{where}: no command {' '.join(words)}"
         command, rest = command.commands[rest[0]], rest[1:]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     known |= {"--help", "-h"}
@@ -127,16 +118,6 @@ def test_commands_of_windlass_and_their_options_are_there(where: str, words: lis
     for word in rest[:end]:
         if word.startswith("--"):
             assert word.split("=")[0].rstrip(";") in known, f"{where}: {' '.join(words)}"
-
-
-def test_many_commands_are_checked() -> None:
-    assert len(OWN) > 60
-    assert {words[1] for _, words in (p.values[:2] for p in OWN) if len(words) > 1} >= {
-        "serve",
-        "chat",
-        "bench",
-        "rope",
-    }
 
 
 @pytest.mark.parametrize(
@@ -147,27 +128,26 @@ def test_many_commands_are_checked() -> None:
         if Path(words[0]).name.startswith("python") and len(words) > 1 and words[1].endswith(".py")
     ],
 )
-def test_scripts_and_their_options_are_there(where: str, words: list[str]) -> None:
+def test_scripts_and_their_options_exist(where: str, words: list[str]) -> None:
     script = ROOT / words[1]
     assert script.exists(), where
-    beside = "\n".join(path.read_text(encoding="utf-8") for path in script.parent.rglob("*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in script.parent.rglob("*.py"))
     for word in words[2:]:
         if word.startswith("--"):
-            assert f'"{word.split("=")[0]}"' in beside, f"{where}: {word}"
+            assert f'"{word.split("=")[0]}"' in sources, f"{where}: {word}"
 
 
-def test_goals_of_make_are_there() -> None:
+def test_targets_of_make_exist() -> None:
     goals = {word for _, words in COMMANDS if words[0] == "make" for word in words[1:] if "=" not in word}
     made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert goals and goals <= made
 
 
-def test_a_page_says_nothing_of_options_that_its_block_lost() -> None:
-    """What this module looks for is found where it is, so that an empty list means that nothing is wrong."""
+def test_blocks_are_found_and_unknown_options_are_reported() -> None:
     page = ROOT / "docs" / "guide" / "order.md"
     (first, *_) = blocks_of(page)
     assert (first.language, first.printed is not None, first.not_run) == ("python", True, None)
     lines = page.read_text(encoding="utf-8").splitlines()
     assert lines[first.line - 1] == first.source.splitlines()[0]
     with pytest.raises(AssertionError):
-        test_commands_of_windlass_and_their_options_are_there("here", ["windlass", "serve", "--no-such-option"])
+        test_commands_of_windlass_and_their_options_exist("here", ["windlass", "serve", "--no-such-option"])

@@ -1,4 +1,4 @@
-"""The table of errors in docs/http.md has the codes that are written where errors are made, and none that nothing speaks of."""
+"""Completeness of the table of error codes in docs/http.md."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from helpers.doc_examples import ROOT
 
-RAISED = ("ApiError", "RequestError", "bad_request", "unavailable")  # the third argument is a code, where it stands so
-# A client that left gets no answer; requests of the server have ids of its own.
+RAISED = ("ApiError", "RequestError", "bad_request", "unavailable")  # the third argument is the code
+# A disconnected client gets no answer, and the ids of requests come from the server.
 NEVER_SENT = {"client_disconnected", "duplicate_request_id"}
 
 
@@ -33,18 +33,21 @@ def raised(tree: ast.AST) -> Iterator[str]:
         yield from (text for one in given for text in strings(one) if re.fullmatch(r"[a-z]+(_[a-z]+)*", text))
 
 
-def test_the_table_has_the_codes_of_errors_and_none_that_is_nowhere() -> None:
+def test_the_table_has_every_code_and_no_other() -> None:
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     table = page[page.index("| status | `code` |") : page.index("## Limits")]
-    told = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", table)) - {"code", "rope_scaling", "rope_update"}
+    documented = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", table)) - {"code", "rope_scaling", "rope_update"}
     found, literals = set[str](), set[str]()
     for tree in trees():
         found |= set(raised(tree))
         literals |= strings(tree)
     assert len(found) > 40
-    assert found - NEVER_SENT - told == set()
-    # Some are made of a kind and what befell it: grammar_timeout.
+    assert found - NEVER_SENT - documented == set()
+    # Some are composed of a kind and a suffix: grammar_timeout.
     parts = {
-        f"{kind}{fate}" for kind in literals & {"grammar", "template", "text"} for fate in literals if fate[:1] == "_"
+        f"{kind}{suffix}"
+        for kind in literals & {"grammar", "template", "text"}
+        for suffix in literals
+        if suffix[:1] == "_"
     }
-    assert told - literals - parts == set()
+    assert documented - literals - parts == set()

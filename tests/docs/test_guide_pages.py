@@ -1,12 +1,8 @@
-"""docs/guide/: its code runs and prints what is shown, and its numbers are those of the engine, the kernels and transformers."""
+"""Code of docs/guide/: its output is the one shown, and its formulas are those of the engine, the kernels and transformers."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-import re
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,105 +15,33 @@ from windlass.kernels.torch.reference import rotate_half_split
 from windlass.lab.gallery_subject import LLAMA_2
 
 GUIDE = ROOT / "docs" / "guide"
-PAGES = sorted(GUIDE.glob("*.md"))
 WITH_CODE = {"order.md": 2, "rotation.md": 7, "by-hand.md": 1, "cache.md": 2, "scaling.md": 3, "without.md": 2}
 
 
 @pytest.mark.parametrize(("name", "least"), WITH_CODE.items())
-def test_code_prints_what_the_page_shows(name: str, least: int) -> None:
+def test_the_output_of_code_is_the_one_shown(name: str, least: int) -> None:
     results, _ = run_page(GUIDE / name)
     assert len(results) >= least
     for block, out in results:
         assert out == (block.printed or ""), f"{name}, line {block.line}"
 
 
-def test_the_chapters_lead_to_one_another() -> None:
-    chapters = re.findall(r"\| \[\d\. [^\]]+\]\((\w[\w-]+\.md)\)", (GUIDE / "index.md").read_text(encoding="utf-8"))
-    assert len(chapters) == 7 and {page.name for page in PAGES} == {"index.md", *chapters}
-    for before, after in pairwise(chapters):
-        assert f"]({after})" in (GUIDE / before).read_text(encoding="utf-8")
-        assert f"]({before})" in (GUIDE / after).read_text(encoding="utf-8")
-
-
-def rotation() -> dict[str, object]:
-    return run_page(GUIDE / "rotation.md")[1]
-
-
-def test_both_forms_of_rotation_are_those_of_the_kernels_and_of_transformers() -> None:
-    names = rotation()
+def test_both_forms_of_the_rotation_equal_the_kernels_and_transformers() -> None:
+    _, names = run_page(GUIDE / "rotation.md")
     x = np.random.default_rng(3).standard_normal(64)
-    for place in (0, 1, 777):
-        angles = place * 500_000.0 ** (-np.arange(32) / 32)
+    for position in (0, 1, 777):
+        angles = position * 500_000.0 ** (-np.arange(32) / 32)
         cos, sin = (torch.tensor(f(angles)[None], dtype=torch.float32) for f in (np.cos, np.sin))
         given = torch.tensor(x[None, None], dtype=torch.float32)
         kernel = rotate_half_split(given, cos, sin)[0, 0].numpy()
         theirs, _ = apply_rotary_pos_emb(given[None], given[None], torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
         for form in ("rotate", "rotate_complex"):
-            found = names[form](x, place, 500_000.0)  # type: ignore[operator]
+            found = names[form](x, position, 500_000.0)  # type: ignore[operator]
             np.testing.assert_allclose(found, kernel, atol=1e-5)
             np.testing.assert_allclose(found, theirs[0, 0, 0].numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["without_swap", "with_table_added", "cosine_only"])
-def test_the_wrong_formulas_are_wrong_in_both_ways(name: str) -> None:
-    names = rotation()
-    wrong, q, k = names[name], names["q"], names["k"]
-    pair = [0, 64]
-    assert abs(np.linalg.norm(wrong(q, 50)[pair]) / np.linalg.norm(q[pair]) - 1) > 0.02  # type: ignore[operator, index]
-    assert abs(wrong(q, 3) @ wrong(k, 0) - wrong(q, 103) @ wrong(k, 100)) > 0.5  # type: ignore[operator]
-
-
-def cells(page: str, heading: str) -> list[list[str]]:
-    """The table below a heading, without its head; minus signs as a program reads them."""
-    part = page.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line for line in part.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip().replace("−", "-") for cell in row.strip("|").split("|")] for row in rows]
-
-
-def pair_of(text: str) -> tuple[float, float]:
-    a, b = re.fullmatch(r"\(?(-?[\d.]+), (-?[\d.]+)\)?", text).groups()  # type: ignore[union-attr]
-    return float(a), float(b)
-
-
-def shown(value: float) -> str:
-    return f"{value:.4f}".replace("-0.0000", "0.0000")
-
-
-def test_every_number_of_the_sentence_by_hand() -> None:
-    page = (GUIDE / "by-hand.md").read_text(encoding="utf-8")
-    given = {row[0]: (pair_of(row[1]), pair_of(row[2])) for row in cells(page, "The vectors")}
-    words = ["the", "dog", "bites", "the", "man"]
-    speeds = [10000.0 ** (-2 * j / 4) for j in range(2)]
-
-    def turned(vectors: tuple[tuple[float, float], ...], place: int) -> list[complex]:
-        pairs = zip(vectors, speeds, strict=True)
-        return [complex(*pair) * complex(math.cos(place * w), math.sin(place * w)) for pair, w in pairs]
-
-    angles = cells(page, "The angles")
-    assert [row[0] for row in angles] == words
-    for place, row in enumerate(angles):
-        for speed, angle, both in zip(speeds, row[2::2], row[3::2], strict=True):
-            assert float(angle) == place * speed
-            assert both == f"{shown(math.cos(place * speed))}, {shown(math.sin(place * speed))}"
-
-    query = turned(given["query of *man*"], 4)
-    keys = [turned(given[f"key of *{word}*"], place) for place, word in enumerate(words)]
-    rows = cells(page, "The turned arrows")
-    assert len(rows) == 6
-    for row, arrows in zip(rows, [query, *keys], strict=True):
-        assert row[1:] == [f"({shown(z.real)}, {shown(z.imag)})" for z in arrows]
-
-    products = [[(q * k.conjugate()).real for q, k in zip(query, key, strict=True)] for key in keys]
-    scores = [sum(both) / 2 for both in products]
-    total = sum(map(math.exp, scores))
-    expected = [
-        [f"{word}, {place}", *map(shown, (*both, sum(both), score, math.exp(score) / total))]
-        for place, (word, both, score) in enumerate(zip(words, products, scores, strict=True))
-    ]
-    assert cells(page, "The scores") == expected
-
-
-def test_scalings_of_the_page_are_the_engine_s() -> None:
+def test_scalings_equal_those_of_the_engine() -> None:
     _, names = run_page(GUIDE / "scaling.md")
     scaled, s = names["scaled"], names["s"]
     assert set(scaled) == {"linear", "ntk", "yarn", "llama3"}  # type: ignore[call-overload]
@@ -129,7 +53,7 @@ def test_scalings_of_the_page_are_the_engine_s() -> None:
         np.testing.assert_allclose(speeds, spec.inv_freq, rtol=1e-12)
 
 
-def test_partial_rotation_and_p_rope_are_the_engine_s() -> None:
+def test_partial_rotation_and_p_rope_equal_those_of_the_engine() -> None:
     _, names = run_page(GUIDE / "without.md")
     partial = RotaryBase(rope_theta=1e4, head_dim=128, rotary_dim=32, trained_len=4096)
     np.testing.assert_allclose(names["partial"], resolve(RopeScaling(), partial, 1).inv_freq)
@@ -138,26 +62,9 @@ def test_partial_rotation_and_p_rope_are_the_engine_s() -> None:
     np.testing.assert_allclose(spec.inv_freq, [*names["p_rope"], *[0.0] * 48])  # type: ignore[misc]
 
 
-def test_the_walk_is_the_one_that_its_script_draws() -> None:
-    spec = importlib.util.spec_from_file_location("make_walk", ROOT / "docs" / "make_walk.py")
+def test_the_animation_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("make_walk", ROOT / "tools" / "docs" / "make_walk.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.picture() == (GUIDE / "walk.svg").read_text(encoding="utf-8"), "run docs/make_walk.py"
-    # What it shows is what the page's own code prints.
-    lengths = re.findall(
-        r"^(\d) added ([\d.]+), turned ([\d.]+)$", (GUIDE / "order.md").read_text("utf-8"), re.MULTILINE
-    )
-    for place, added, turned in lengths:
-        assert added == f"{math.hypot(*module.added(int(place))):.3f}"
-        assert turned == f"{math.hypot(*module.turned(int(place))):.3f}"
-
-
-def test_pictures_of_the_guide_are_there_and_small() -> None:
-    pictures = {
-        (page.parent / target).resolve()
-        for page in PAGES
-        for target in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    }
-    assert len(pictures) >= 6
-    assert sum(path.stat().st_size for path in pictures if path.parent == Path(GUIDE)) < 500_000
+    assert module.picture() == (GUIDE / "walk.svg").read_text(encoding="utf-8"), "run tools/docs/make_walk.py"

@@ -1,4 +1,4 @@
-"""The pages tell what the code takes and prints: fields, options, metrics, rotary kinds, and links that lead somewhere."""
+"""Reference pages: completeness of their tables, examples that run, generated pages, and links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -17,16 +16,14 @@ from urllib.parse import unquote
 
 import httpx
 import pytest
-from helpers.live_server import SPECIAL_TOKENS, TEMPLATE, toy_tokenizer
+from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_llm import asked, scripted_llm
-from helpers.toy_tokenizers import byte_level
+from helpers.scripted_http import full_stream, scripted_llm
 from typer.main import get_command
 
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, apply_scaling, resolve
-from windlass.engine.rotary.rotary_policy import RotaryReport, make_plan
-from windlass.engine.rotary.scaling_fields import KINDS, fields_of
+from windlass.engine.rotary.scaling_fields import KINDS
 from windlass.server.api.rotary import RotaryInspectRequest
 from windlass.server.api.tokenize import DetokenizeRequest, TokenizeRequest
 from windlass.server.application import create_app
@@ -38,8 +35,6 @@ from windlass.server.schemas.completions import CompletionRequest
 from windlass.server.schemas.generation import StreamOptions
 from windlass.server.schemas.messages import CountTokensRequest, MessageRequest
 from windlass.server.schemas.responses import ResponseRequest
-from windlass.server.serving.request_rotation import report_at
-from windlass.server.serving.response_format import rotary_object
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +46,7 @@ def read(name: str) -> str:
 
 
 def section(page: str, heading: str) -> str:
-    """What stands below a heading, until the next one of its level or above."""
+    """The text below a heading, up to the next one of the same or a higher level."""
     level = len(heading) - len(heading.lstrip("#"))
     start = page.index(f"\n{heading}\n") + len(heading) + 2
     end = re.search(rf"^#{{1,{level}}} ", page[start:], re.MULTILINE)
@@ -59,7 +54,7 @@ def section(page: str, heading: str) -> str:
 
 
 def names_in(text: str) -> set[str]:
-    """Every word inside backquotes."""
+    """The words in inline code."""
     return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w-]+", code)}
 
 
@@ -85,28 +80,19 @@ COMMON = section(HTTP, "## Fields of both generation endpoints")
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_request_field_is_on_the_page(model, text):
+def test_every_request_field_is_documented(model, text):
     assert not set(model.model_fields) - names_in(text)
 
 
-def test_the_page_names_no_field_that_is_refused_as_unknown():
-    known = set(CompletionRequest.model_fields) | set(ChatRequest.model_fields) | set(ChatMessage.model_fields)
-    rows = re.findall(r"^\| (`[^|]+) \|", COMMON + section(HTTP, "## `POST /v1/chat/completions`"), re.MULTILINE)
-    named = {word for row in rows for word in re.findall(r"`(\w+)`", row)}
-    assert len(named) > 40
-    assert not named - known
-
-
-def test_the_page_of_models_is_the_one_that_the_registry_makes_now():
-    made = spec_from_file_location("make_models_page", ROOT / "docs" / "make_models_page.py")
+def test_the_page_of_models_is_up_to_date():
+    made = spec_from_file_location("make_models_page", ROOT / "tools" / "docs" / "make_models_page.py")
     module = module_from_spec(made)
     made.loader.exec_module(module)
-    assert module.page() == read("models.md"), "run docs/make_models_page.py"
+    assert module.page() == read("models.md"), "run tools/docs/make_models_page.py"
 
 
-def test_every_endpoint_is_on_the_page():
+def test_every_endpoint_is_documented():
     paths = create_toy_app().openapi()["paths"]
-    assert len(paths) >= 12
     table = section(HTTP, "## Endpoints")
     for path, methods in paths.items():
         for method in methods:
@@ -119,7 +105,7 @@ def create_toy_app(engine: ScriptedEngine | None = None, tokenizer: Tokenizer | 
     return create_app(engine or ScriptedEngine(), tokenizer or toy_tokenizer(), settings)
 
 
-def test_every_metric_is_on_the_page():
+def test_every_metric_is_documented():
     async def scrape() -> str:
         caller = replace(ApiKey.plain("k"), name="alice")
         transport = httpx.ASGITransport(create_toy_app(callers=(caller,)))
@@ -130,58 +116,14 @@ def test_every_metric_is_on_the_page():
     rows = set(re.findall(r"`(windlass_\w+)`", section(MONITORING, "## Metrics")))
     assert len(printed) > 15
     assert not printed - rows
-    # A counter that has not counted yet has no creation time yet.
+    # A counter without samples has no creation time.
     assert not {name for name in rows - printed if not name.endswith("_created")}
 
 
-def serve_options() -> dict[str, str | None]:
-    """Every spelling of every option of `windlass serve`, with its environment variable."""
+def test_every_option_is_documented():
     command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    found = {}
-    for parameter in command.params:
-        for name in (*parameter.opts, *parameter.secondary_opts):
-            if name.startswith("--"):
-                found[name] = parameter.envvar
-    return found
-
-
-def test_every_option_is_on_the_page():
-    options = serve_options()
-    assert len(options) > 25
-    named = set(re.findall(r"`(--[\w-]+)`", SERVING))
-    assert not set(options) - {"--help"} - named
-    assert not named - set(options) - {"--help"}
-
-
-def test_variables_are_spelt_as_the_page_says():
-    for name, variable in serve_options().items():
-        if variable is not None and not name.startswith("--no-"):
-            assert variable == "WINDLASS_" + name.removeprefix("--").replace("-", "_").upper()
-    known = {
-        "WINDLASS_MODEL",
-        "WINDLASS_CACHE",
-        "WINDLASS_CPU_ISA",
-        "WINDLASS_",
-        *filter(None, serve_options().values()),
-    }
-    assert not set(re.findall(r"\bWINDLASS_[A-Z_]*", SERVING)) - known
-
-
-def test_defaults_on_the_page_are_the_code_s():
-    rows = dict(re.findall(r"^\| `(--[\w-]+)`[^|]*\| ([^|]+) \|", SERVING, re.MULTILINE))
-    checked = 0
-    for parameter in get_command(cli.app).commands["serve"].params:  # type: ignore[attr-defined]
-        default = parameter.default
-        if isinstance(default, int | float) and not isinstance(default, bool):
-            assert float(rows[parameter.opts[0]]) == default, parameter.opts[0]
-            checked += 1
-    assert checked >= 8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_rotary_kind_has_a_section_with_its_fields(kind):
-    named = names_in(section(ROTARY, f"### `{kind}`")) | {"rope_theta"}
-    assert not set(fields_of(kind)) - named
+    options = {name for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
+    assert options - {"--help"} == set(re.findall(r"`(--[\w-]+)`", SERVING)) - {"--help"}
 
 
 def rotary_examples() -> list[dict]:
@@ -209,98 +151,16 @@ def test_every_rotary_kind_has_an_example():
     assert {example.get("rope_type") for example in rotary_examples()} >= set(KINDS)
 
 
-def test_the_grid_is_the_one_on_the_page():
-    (numbers,) = re.findall(r"that is ([\d, ]+), …", ROTARY)
-    expected = [round(2048 * 2 ** (step / 4)) for step in range(5)]
-    assert [int(number) for number in numbers.split(", ")] == expected
-    dynamic, base = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2}), RotaryBase(1e4, 64, 64, 2048)
-    assert resolve(dynamic, base, 3000) == resolve(dynamic, base, 3444) != resolve(dynamic, base, 3445)
-
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DEMO = ROOT / "models" / "demo"
-
-
-def demo_report(scaling: dict | None, update: str | None, prompt: int, tokens: int, context: int) -> RotaryReport:
-    """The report of an answer of `tokens` tokens by the bundled model."""
-    groups = read_rotary_groups(json.loads((DEMO / "config.json").read_text()))
-    groups = apply_scaling(groups, scaling and RopeScaling.from_dict(scaling))
-    plan = make_plan(groups, min(prompt + tokens, context), update)
-    return report_at(plan, prompt, tokens)
-
-
-def test_the_first_answer_in_the_readme_has_the_fields_of_an_answer():
-    """What it says is compared with the model's own answer in tests/e2e/test_real_model.py."""
-    shown, _ = re.findall(r"```json\n(.*?)```", section(README, "## A first request"), re.DOTALL)
-    answer = json.loads(shown.replace("\n ", " "))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-    }
-    config |= {"rope_theta": 1e5, "max_position_embeddings": 8192}
-    report = report_at(make_plan(read_rotary_groups(config), 8192, None), 37, 8)
-
-    async def ask() -> dict:
-        tokenizer = Tokenizer(byte_level(), SPECIAL_TOKENS, {"default": TEMPLATE})
-        app = create_toy_app(ScriptedEngine(report=lambda request: report), tokenizer)
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        with closing(app.state.windlass):
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                return (await client.post("/v1/chat/completions", json=body)).json()
-
-    real = asyncio.run(ask())
-    assert list(answer) == list(real)
-    assert answer["rotary"] == real["rotary"] and list(answer["usage"]) == list(real["usage"])
-    (shown_choice,), (real_choice,) = answer["choices"], real["choices"]
-    assert list(shown_choice) == list(real_choice) and list(shown_choice["message"]) == list(real_choice["message"])
-
-
-def test_the_rotary_report_on_the_page_is_that_of_the_example():
-    (shown,) = re.findall(r"```json\n(.*?)```", section(HTTP, "### The rotary report"), re.DOTALL)
-    report = json.loads(shown)["rotary"]
-    (body,) = re.findall(r"-d '(\{.*\"rotate\".*\})'", section(ROTARY, "## Examples"))
-    (context,) = re.findall(r"serve demo --max-model-len (\d+)\n", section(ROTARY, "## Examples"))
-    asked = json.loads(body)
-    prompt = len(Tokenizer.from_directory(DEMO).encode(asked["prompt"]))
-    arguments = asked["rope_scaling"], asked["rope_update"], prompt, asked["max_tokens"]
-    expected = rotary_object(demo_report(*arguments, int(context)), None)
-    assert asked["ignore_eos"] and expected["moves"] == 2  # else it may stop before the first grid point
-    start = report.pop("fingerprint").removesuffix("…")
-    assert len(start) >= 4 and expected.pop("fingerprint").startswith(start)
-    assert report == expected
-    # In the model's own context no key turns, as the page says.
-    assert demo_report(*arguments[:3], 512 - prompt, 512).moves == 0
-
-
-LIMITS = {
-    "max_body_bytes": "32 MiB",
-    "max_total_body_bytes": "512 MiB",
-    "max_header_bytes": "64 KiB",
-    "max_prompts": "1,024",
-    "max_tokenize_chars": "4,194,304",
-    "max_response_bytes": "64 MiB",
-    "max_in_flight": "4,096",
-    "response_store_bytes": "64 MiB",
-}
-
-
-@pytest.mark.parametrize(("setting", "shown"), LIMITS.items())
-def test_limits_on_the_page_are_the_code_s(setting, shown):
-    number, _, unit = shown.replace(",", "").partition(" ")
-    value = int(number) * {"": 1, "KiB": 2**10, "MiB": 2**20}[unit]
-    assert getattr(ServerSettings(served_model_name="x"), setting) == value
-    assert shown in section(HTTP, "## Limits")
 
 
 def slug(heading: str) -> str:
-    """The anchor GitHub gives a heading."""
+    """The anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page):
+def test_links_have_targets(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -315,12 +175,12 @@ def test_links_lead_to_files_and_headings(page):
 
 
 INSIDE = [ROOT / "docs" / name for name in ("architecture.md", "where.md")]
-FOLDERS = ("server", "engine", "kernels", "clients", "lab", "tests", "docs", "deploy", "benchmarks", "models")
+FOLDERS = ("server", "engine", "kernels", "clients", "lab", "tests", "docs", "deploy", "benchmarks", "models", "tools")
 
 
 @pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
-def test_files_and_classes_that_a_page_names_are_there(page):
-    """A path from the top; a file's name alone stands for one that is somewhere."""
+def test_files_and_classes_named_on_a_page_exist(page):
+    """Paths are relative to the repository; a file name alone may be in any folder."""
     files = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*")}
     files |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.is_file()}
     known = {str(path) for path in files} | set(FOLDERS)
@@ -336,32 +196,8 @@ def test_files_and_classes_that_a_page_names_are_there(page):
     assert {name for name in classes if not re.search(rf"^class {name}\b", code, re.MULTILINE)} == set()
 
 
-def commands_on(page: str) -> list[tuple[int, str]]:
-    """Where each line of a shell block stands, and the line."""
-    blocks = re.finditer(r"```(?:bash|sh)\n(.*?)```", page, re.DOTALL)
-    return [
-        (block.start(1) + line.start(), line.group())
-        for block in blocks
-        for line in re.finditer(r"^.+$", block[1], re.MULTILINE)
-    ]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_says_how_to_have_its_commands_before_the_first_of_them(page):
-    """A clone has windlass in .venv/bin, not on the path."""
-    text = page.read_text(encoding="utf-8")
-    bare = [place for place, line in commands_on(text) if line.startswith(("windlass ", "windlass-bench "))]
-    if bare:
-        assert ". .venv/bin/activate" in text[: bare[0]]
-
-
-def test_the_pages_with_commands_are_found():
-    found = {page.name for page in PAGES if any(c.startswith("windlass ") for _, c in commands_on(page.read_text()))}
-    assert found >= {"README.md", "serving.md", "rotary.md", "load-testing.md", "load-test-reports.md"}
-
-
-def test_nothing_advises_to_install_windlass_by_name():
-    """The name is a stranger's on the package index, and nothing of this project is published there."""
+def test_no_text_recommends_installation_from_a_package_index():
+    """This project is not published there, so the name may belong to somebody else."""
     code = [
         path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")
     ]
@@ -373,11 +209,11 @@ def test_nothing_advises_to_install_windlass_by_name():
 
 
 @pytest.mark.slow
-def test_the_first_load_test_in_the_readme_makes_what_it_compares(tmp_path):
-    """Its commands as they stand, but for the address: runs, a page, and a comparison with intervals and verdicts."""
+def test_the_load_test_of_the_readme_runs(tmp_path):
+    """The commands with another address: runs, pages, and a comparison with intervals."""
     (script,) = re.findall(r"```bash\n(.*?)```", section(README, "## A first load test"), re.DOTALL)
     programs = Path(sys.executable).parent
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         done = subprocess.run(
             ["bash", "-euc", script.replace("http://127.0.0.1:8000", llm.url)],
             cwd=tmp_path,

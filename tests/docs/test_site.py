@@ -1,4 +1,4 @@
-"""`make docs`: every page has its place, every link leads somewhere, nothing comes from another host."""
+"""`make docs`: navigation, links, and no content of other hosts."""
 
 from __future__ import annotations
 
@@ -27,32 +27,22 @@ def navigation() -> list[str]:
     return listed(yaml.safe_load(CONFIG.split("\nnav:\n")[1]))
 
 
-def test_every_page_has_one_place_in_the_order_a_user_follows() -> None:
+def test_every_page_is_in_the_navigation_once() -> None:
     pages = navigation()
     assert len(set(pages)) == len(pages)
     here = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(pages) == here | {"readme.md", "changelog.md", "models-demo.md"}
-    wanted = [
-        "index.md",
-        "first-steps.md",
-        "choose-quantization.md",
-        "memory.md",
-        "longer-context.md",
-        "load-testing.md",
-        "serving.md",
-        "http.md",
-    ]
-    assert sorted(wanted, key=pages.index) == wanted
 
 
 def build(root: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("mkdocs", reason="needs the extra e2e: pip install -e '.[e2e]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the site is made of."""
+    """The files that a build reads."""
     root = tmp_path_factory.mktemp("clone")
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -62,14 +52,17 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
     )
     for name in files.stdout.splitlines():
-        if name.startswith(("docs/", "deploy/", "models/demo/")) or "/" not in name:
+        if (
+            name.startswith(("docs/", "deploy/", "models/demo/", "benchmarks/results/", "tools/docs/"))
+            or "/" not in name
+        ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, root / name)
     return root
 
 
 @pytest.mark.slow
-def test_the_site_is_made_without_a_warning_and_asks_no_other_host(clone: Path) -> None:
+def test_the_site_builds_without_warnings_and_loads_nothing_from_other_hosts(clone: Path) -> None:
     done = build(clone)
     assert done.returncode == 0, done.stdout + done.stderr
     site = clone / "build" / "docs"
@@ -80,7 +73,7 @@ def test_the_site_is_made_without_a_warning_and_asks_no_other_host(clone: Path) 
         loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"(https?:[^\"]+)", text)
         loaded += re.findall(r"<link[^>]*rel=\"(?:stylesheet|preconnect)\"[^>]*href=\"(https?:[^\"]+)", text)
         assert loaded == [], page
-    # Links out of docs/ lead to a page of the site, or to a copy.
+    # Links out of docs/ lead to pages of the site or to copies.
     steps = (site / "memory.html").read_text(encoding="utf-8")
     assert 'href="readme.html#start"' in steps and (site / "readme.html").exists()
     assert (site / "files" / "docker-compose.yml").read_text() == (ROOT / "docker-compose.yml").read_text()
@@ -90,12 +83,12 @@ def test_the_site_is_made_without_a_warning_and_asks_no_other_host(clone: Path) 
 @pytest.mark.parametrize(
     "wrong", ["[there](no-such-page.md)", "[there](serving.md#no-such-heading)", "![there](none.png)"]
 )
-def test_a_link_that_leads_nowhere_ends_the_build(clone: Path, wrong: str) -> None:
+def test_a_broken_link_fails_the_build(clone: Path, wrong: str) -> None:
     page = clone / "docs" / "faq.md"
-    whole = page.read_text(encoding="utf-8")
+    original = page.read_text(encoding="utf-8")
     try:
-        page.write_text(f"{whole}\n{wrong}\n", encoding="utf-8")
+        page.write_text(f"{original}\n{wrong}\n", encoding="utf-8")
         done = build(clone)
         assert done.returncode != 0 and "faq.md" in done.stdout + done.stderr
     finally:
-        page.write_text(whole, encoding="utf-8")
+        page.write_text(original, encoding="utf-8")

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 from helpers.live_server import Live
+
+pytest.importorskip("playwright", reason="needs the extra e2e: pip install -e '.[e2e]'")
+
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -1,7 +1,7 @@
-"""Code blocks of a documentation page, their annotations, and the output of Python blocks.
+"""Code blocks of a page, their comments, and the output of Python blocks.
 
-A Python block may be followed by a `text` block with its output. The blocks of a page share their names, as in a
-notebook. A comment `<!-- not run: WHY -->` before a block excludes it from tests.
+A block of Python may be followed at once by a block of `text`: what it prints. The blocks of a page share their names, from top
+to bottom, as in a notebook. A comment `<!-- not run: WHY -->` before a block says that no test runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = re.compile(r"(?:<!-- not run: ([^\n]+?) -->\n+)?^```(\w*)\n(.*?)^```$", 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """line: number of the first line of code. not_run: reason for exclusion. printed: content of the `text` block below."""
+    """line: of its first line of code. not_run: why no test runs it; None: one does. printed: of the `text` block right below."""
 
     page: str
     line: int
@@ -44,14 +44,14 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_page(page: Path) -> tuple[list[tuple[Block, str]], dict[str, object]]:
-    """Run the Python blocks; return each with its output, and the resulting names."""
+    """Every Python block with what it printed, and the names that they left behind."""
     names: dict[str, object] = {"__name__": "__main__"}
     results = []
     for block in blocks_of(page):
         if block.language == "python" and block.not_run is None:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                # Preceded by as many lines as on the page, for line numbers in tracebacks.
+                # As many lines before it as on the page, so that a traceback names the right one.
                 exec(compile("\n" * (block.line - 1) + block.source, block.page, "exec", dont_inherit=True), names)
             results.append((block, out.getvalue()))
     return results, names

@@ -1,4 +1,4 @@
-"""The alert rules: promtool tries them, and they agree with the server's codes, the dashboard and the page."""
+"""Alert rules: tests of promtool, error codes of the server, and options."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 
 import pytest
 import yaml
-from e2e_helpers.dashboard import PANELS
-from e2e_helpers.prometheus import ALERTS, ROOT, needs_prometheus, promtool
+from e2e_helpers.prometheus import ALERTS, PANELS, ROOT, needs_prometheus, promtool
+from typer.main import get_command
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
+from windlass.server.cli import main as cli
 from windlass.server.errors import internal_error, to_api_error
 
 TESTS = ROOT / "tests" / "e2e" / "deploy" / "alerts_test.yml"
@@ -17,7 +18,7 @@ RULES = {rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["gr
 
 
 @needs_prometheus
-def test_the_rules_do_what_their_tests_say():
+def test_rules_pass_their_tests():
     result = promtool("test", "rules", TESTS)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -36,7 +37,7 @@ def test_the_rules_do_what_their_tests_say():
         ("for: 30s", "for: 5m"),
     ],
 )
-def test_the_tests_notice_a_changed_rule(old, new, tmp_path):
+def test_changed_rule_fails_the_tests(old, new, tmp_path):
     changed = ALERTS.read_text(encoding="utf-8").replace(old, new)
     assert changed != ALERTS.read_text(encoding="utf-8")
     (tmp_path / "alerts.yml").write_text(changed, encoding="utf-8")
@@ -45,7 +46,7 @@ def test_the_tests_notice_a_changed_rule(old, new, tmp_path):
     assert promtool("test", "rules", tmp_path / "test.yml").returncode != 0
 
 
-def test_every_rule_has_a_test_where_it_fires_and_one_where_it_does_not():
+def test_every_rule_is_tested_firing_and_silent():
     fires, silent = set(), set()
     for test in yaml.safe_load(TESTS.read_text())["tests"]:
         for case in test["alert_rule_test"]:
@@ -59,23 +60,15 @@ def test_every_rule_has_a_test_where_it_fires_and_one_where_it_does_not():
     assert fires == silent == set(RULES)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_every_alert_says_what_happened_and_what_to_do(name):
-    rule = RULES[name]
-    assert rule["labels"]["severity"] in ("critical", "warning")
-    assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
-    description = rule["annotations"]["description"]
-    assert description.endswith((".", ").")) and len(description) > 100 and "\n" not in description
-
-
-def test_options_that_alerts_and_panels_name_exist():
-    options = set(re.findall(r"--[a-z][\w-]+", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")))
+def test_options_named_by_alerts_and_panels_exist():
+    command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     named = set(re.findall(r"--[a-z][\w-]+", ALERTS.read_text(encoding="utf-8")))
     named |= {word for panel in PANELS for word in re.findall(r"--[a-z][\w-]+", panel["description"])}
     assert len(named) > 5 and not named - options
 
 
-def test_the_error_rate_counts_the_servers_faults_and_not_the_clients():
+def test_error_rate_counts_errors_of_the_server_only():
     counted = re.search(r'code=~"([^"]+)"', RULES["WindlassErrorRate"]["expr"])[1]
     faults = [internal_error(), to_api_error(DeadlineError("late")), to_api_error(EngineDeadError("dead"))]
     for error in faults:
@@ -85,24 +78,3 @@ def test_the_error_rate_counts_the_servers_faults_and_not_the_clients():
     for code in (full.code, refused.code, "client_disconnected", "draining", "400"):
         assert not re.fullmatch(counted, code), code
     assert f'code="{full.code}"' in RULES["WindlassQueueFull"]["expr"]
-
-
-def test_lines_on_the_dashboard_are_the_limits_of_the_alerts():
-    drawn = {}
-    for panel in PANELS:
-        if match := re.search(r"limit of the alert (\w+)\.", panel["description"]):
-            (limit,) = [
-                s["value"] for s in panel["fieldConfig"]["defaults"]["thresholds"]["steps"] if s["value"] is not None
-            ]
-            drawn[match[1]] = limit
-    assert drawn == {
-        name: float(re.search(r"> ([\d.]+)(?: and |\s*$)", RULES[name]["expr"])[1])
-        for name in ("WindlassSlowFirstToken", "WindlassSlowTokens", "WindlassCacheThrashing")
-    }
-
-
-def test_the_page_explains_every_alert():
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(Windlass\w+)` \| (\w+) \| \S", page, re.MULTILINE))
-    assert rows == {name: rule["labels"]["severity"] for name, rule in RULES.items()}
-    assert set(re.findall(r"\bWindlass[A-Z]\w+", page)) == set(RULES)

@@ -1,4 +1,4 @@
-"""docker-compose.yml: what the schema cannot know. Nothing here starts a container."""
+"""docker-compose.yml beyond its schema. No container is started."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def test_both_servers_differ_in_image_and_gpu_only():
     assert cuda["build"]["args"] == {"DEVICE": "cuda"}
     (device,) = cuda["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
-    # Prometheus and the load test look for one name.
+    # Prometheus and the load test use this name.
     assert cuda["networks"]["default"]["aliases"] == ["windlass"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_ports_are_for_this_machine_only(name):
+def test_ports_are_bound_to_the_loopback_address(name):
     for port in SERVICES[name].get("ports", []):
         assert port.startswith("127.0.0.1:"), port
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_images_that_are_not_built_here_have_a_whole_version(name):
+def test_external_images_have_a_full_version(name):
     service = SERVICES[name]
     if "build" in service:
         assert service["image"].split(":")[0] == "windlass"
@@ -53,7 +53,7 @@ def test_images_that_are_not_built_here_have_a_whole_version(name):
         assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
 
 
-def test_the_base_image_names_python_and_debian():
+def test_base_image_names_python_and_debian():
     bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert set(bases) == {"python:3.11-slim-bookworm"}
 
@@ -68,7 +68,7 @@ def test_files_are_mounted_read_only_and_volumes_are_declared(name):
             assert source in STACK["volumes"] and not mode, volume
 
 
-def test_whoever_waits_waits_for_something_healthy():
+def test_services_wait_for_healthy_ones():
     waiting = {
         name: {other: how["condition"] for other, how in service["depends_on"].items()}
         for name, service in SERVICES.items()
@@ -82,36 +82,36 @@ def test_whoever_waits_waits_for_something_healthy():
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_every_option_of_the_server_is_handed_through(name):
-    """But what the image has settled, and a file the container does not see."""
+def test_every_option_of_the_server_is_passed(name):
+    """Except those that the image sets, and files outside the container."""
     passed = SERVICES[name]["environment"]
     assert all("=" not in variable for variable in passed) and len(set(passed)) == len(passed)
     options = {parameter.envvar for parameter in get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
-    settled = {f"WINDLASS_{name}" for name in ("HOST", "PORT", "DEVICE", "UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
-    settled |= {"WINDLASS_SSL_KEYFILE_PASSWORD", "WINDLASS_SSL_CA_CERTS"}
-    assert settled < options
-    assert set(passed) == (options - settled - {None}) | {"HF_TOKEN"}
+    fixed = {f"WINDLASS_{name}" for name in ("HOST", "PORT", "DEVICE", "UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
+    fixed |= {"WINDLASS_SSL_KEYFILE_PASSWORD", "WINDLASS_SSL_CA_CERTS"}
+    assert fixed < options
+    assert set(passed) == (options - fixed - {None}) | {"HF_TOKEN"}
 
 
-def test_prometheus_gets_the_key_as_a_file_that_always_has_content():
-    """Compose writes no file for empty content, and Prometheus scrapes nothing without its file."""
+def test_prometheus_reads_the_key_from_a_file_that_is_never_empty():
+    """Compose writes no file for empty content, and Prometheus scrapes nothing without it."""
     config = yaml.safe_load(CONFIG.read_text())
     (job,) = config["scrape_configs"]
-    assert SERVICES["prometheus"]["configs"] == ["server-key"]  # lands in /server-key
+    assert SERVICES["prometheus"]["configs"] == ["server-key"]  # mounted as /server-key
     assert job["authorization"] == {"type": "Bearer", "credentials_file": "/server-key"}
     key = "${WINDLASS_CLIENT_KEY:-${WINDLASS_API_KEY:-}}"
     assert STACK["configs"]["server-key"] == {"content": f"{key}\n"}
     assert SERVICES["loadtest"]["environment"] == {"WINDLASS_API_KEY": key}
 
 
-def test_prometheus_reads_its_configuration_where_it_is_mounted():
+def test_prometheus_reads_its_configuration_from_its_mount():
     assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
     assert "./deploy/prometheus:/etc/prometheus:ro" in SERVICES["prometheus"]["volumes"]
     (job,) = yaml.safe_load(CONFIG.read_text())["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["windlass:8000"]}]
 
 
-def test_grafana_asks_the_prometheus_of_the_stack_at_its_scrape_interval():
+def test_grafana_queries_prometheus_at_its_scrape_interval():
     (source,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())[
         "datasources"
     ]
@@ -124,7 +124,7 @@ def test_grafana_asks_the_prometheus_of_the_stack_at_its_scrape_interval():
     }
 
 
-def test_the_load_test_writes_where_the_image_lets_it():
+def test_load_test_writes_to_a_writable_folder():
     service = SERVICES["loadtest"]
     assert service["volumes"] == ["reports:/reports"]
     options = dict(word.split("=", 1) for word in service["command"][2:])
@@ -136,37 +136,9 @@ def test_the_load_test_writes_where_the_image_lets_it():
     assert "restart" not in service
 
 
-def test_the_load_test_is_a_command_of_the_image():
+def test_load_test_is_a_command_of_the_image():
     bench = get_command(cli.app).commands["bench"]  # type: ignore[attr-defined]
     command = SERVICES["loadtest"]["command"]
     assert command[:2] == ["bench", "serve"]
     known = {name for parameter in bench.commands["serve"].params for name in parameter.opts}
     assert {word.split("=")[0] for word in command[2:]} <= known
-
-
-def test_the_page_lists_every_variable_with_its_default():
-    """Those that Compose itself replaces; the server's own are on a page of theirs."""
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^\| `([A-Z]+_[A-Z_]+)` \| (\S+) \|", page, re.MULTILINE))
-    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
-    replaced = dict(re.findall(r"\$\{(\w+):-(\w*)\}", text))
-    assert replaced.pop("WINDLASS_API_KEY") == "" == replaced.pop("GRAFANA_ADMIN_PASSWORD")
-    for name, default in replaced.items():
-        assert shown.pop(name) == f"`{default}`", name
-    assert shown == {"WINDLASS_CLIENT_KEY": "`WINDLASS_API_KEY`", "GRAFANA_ADMIN_PASSWORD": "none"}
-
-
-def test_commands_on_the_page_name_services_and_profiles_of_the_stack():
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("monitoring.md", "serving.md")]
-    pages.append(
-        "\n".join(line for line in (ROOT / "docker-compose.yml").read_text().splitlines() if line.startswith("#"))
-    )
-    profiles = {profile for service in SERVICES.values() for profile in service.get("profiles", [])}
-    commands = re.findall(r"docker compose\s((?:--profile \S+ )?(?:up|run|down)[^`#\n]*)", "\n".join(pages))
-    assert len(commands) > 10
-    for command in commands:
-        assert set(re.findall(r"--profile (\w+)", command)) <= profiles, command
-        if started := re.search(r"\bup\b((?: [\w-]+)*)", command):
-            assert set(started[1].split()) - {"or"} <= set(SERVICES), command
-        if "run " in command:
-            assert "loadtest" in command.split(), command

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes and KubeRay, checked against their schemas and what Windlass has; nothing here starts a pod."""
+"""Manifests for Kubernetes and KubeRay: schemas, options, metrics and resources. No pod is started."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ RAY_CLUSTER = RAY_SERVICE["spec"]["rayClusterConfig"]
 
 
 def validate(document: dict[str, Any]) -> None:
-    checker = pytest.importorskip("kubernetes_validate", reason="Kubernetes' schemas: pip install kubernetes-validate")
+    checker = pytest.importorskip("kubernetes_validate", reason="needs the extra e2e: pip install -e '.[e2e]'")
     checker.validate(document, VERSION, strict=True)
 
 
 @pytest.mark.parametrize(("name", "document"), PLAIN, ids=[f"{name}-{one['kind']}" for name, one in PLAIN])
-def test_a_manifest_fits_its_schema(name: str, document: dict[str, Any]) -> None:
+def test_manifest_fits_its_schema(name: str, document: dict[str, Any]) -> None:
     validate(document)
 
 
-def test_a_wrong_manifest_would_not_fit() -> None:
-    checker = pytest.importorskip("kubernetes_validate", reason="Kubernetes' schemas: pip install kubernetes-validate")
+def test_wrong_manifest_does_not_fit() -> None:
+    checker = pytest.importorskip("kubernetes_validate", reason="needs the extra e2e: pip install -e '.[e2e]'")
     (scaler,) = documents("autoscaling.yaml")
     scaler["spec"]["maxReplica"] = 8
     with pytest.raises(checker.ValidationError):
@@ -55,7 +55,7 @@ def pod_templates() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_the_pods_of_a_ray_cluster_fit_their_schema(number: int) -> None:
+def test_pods_of_a_ray_cluster_fit_their_schema(number: int) -> None:
     template = pod_templates()[number]
     pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], "name": "x"}}
     validate(pod)
@@ -74,7 +74,7 @@ def test_variables_are_options() -> None:
     assert server["Service"]["spec"]["selector"].items() <= labels.items()
 
 
-def test_pods_are_scaled_by_metrics_that_there_are() -> None:
+def test_pods_are_scaled_by_existing_metrics() -> None:
     (scaler,) = documents("autoscaling.yaml")
     (adapter,) = documents("prometheus-adapter.yaml")
     (rule,) = yaml.safe_load(adapter["data"]["config.yaml"])["rules"]
@@ -87,7 +87,7 @@ def test_pods_are_scaled_by_metrics_that_there_are() -> None:
     assert (target["kind"], target["name"]) in {(one["kind"], one["metadata"]["name"]) for _, one in PLAIN}
 
 
-def test_a_ray_service_has_room_for_its_replicas() -> None:
+def test_ray_service_has_resources_for_its_replicas() -> None:
     config = yaml.safe_load(RAY_SERVICE["spec"]["serveConfigV2"])
     (application,) = config["applications"]
     (workers,) = RAY_CLUSTER["workerGroupSpecs"]
@@ -99,7 +99,7 @@ def test_a_ray_service_has_room_for_its_replicas() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install -e '.[ray]'")
-def test_ray_reads_its_config_and_makes_the_application() -> None:
+def test_ray_accepts_the_configuration() -> None:
     code = (
         "import sys, yaml, importlib\n"
         "from ray.serve.schema import ServeDeploySchema\n"

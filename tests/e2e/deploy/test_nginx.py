@@ -1,4 +1,4 @@
-"""The example for nginx: nginx itself reads it, and streams pass through it as they come."""
+"""The nginx example: nginx accepts it, and streams pass without buffering."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def certificate(tmp_path: Path) -> Path:
 
 
 def configured(folder: Path, port: int, upstream: str) -> Path:
-    """The example as it stands, but for its places."""
+    """The example with other paths and addresses."""
     text = CONFIG.read_text(encoding="utf-8")
     for before, after in (
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
@@ -66,7 +66,7 @@ def nginx(folder: Path, port: int, upstream: str) -> Iterator[None]:
         process.wait(10)
 
 
-def test_nginx_reads_it(certificate: Path) -> None:
+def test_nginx_accepts_the_configuration(certificate: Path) -> None:
     assert NGINX is not None
     config = configured(certificate.parent, free_port(), "127.0.0.1:8000")
     done = subprocess.run(
@@ -76,7 +76,7 @@ def test_nginx_reads_it(certificate: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streams_pass_through_it(certificate: Path) -> None:
+def test_streams_pass_without_buffering(certificate: Path) -> None:
     port, trusted = free_port(), ssl.create_default_context(cafile=str(certificate))
     body = {"model": "demo", "prompt": "The sun", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with (

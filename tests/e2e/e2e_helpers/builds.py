@@ -1,4 +1,4 @@
-"""Builds of both distributions from a copy of the tracked files, as a clone has them."""
+"""Builds of both distributions from a copy of the tracked files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 _UNUSED = ("tests/", "docs/", "benchmarks/")
 
 
 def copy_clone(folder: Path) -> Path:
-    """What a clone holds, without tests, pages and benchmarks; and the compiled kernels, where this checkout has them."""
+    """Copy the files of a clone without tests, pages and benchmarks, with the compiled kernels of this checkout."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert tracked.returncode == 0, "run the tests in a git checkout"
@@ -30,6 +32,7 @@ def copy_clone(folder: Path) -> Path:
 
 def build(source: Path, kind: str, folder: Path, **variables: str) -> Path:
     """The archive that `python -m build` makes of a source folder. kind: wheel or sdist. variables: of its environment."""
+    pytest.importorskip("build", reason="needs the extra e2e: pip install -e '.[e2e]'")
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(folder), str(source)]
     environment = {**os.environ, **variables}
     built = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, env=environment, check=False)
