@@ -1,7 +1,7 @@
-"""A client for Windlass servers, synchronous and asynchronous. It needs httpx, and nothing else of Windlass.
+"""Clients of Windlass servers, synchronous and asynchronous. They use httpx and no other package of Windlass.
 
-The names are imported on first use: the command lines lie below this package, and they must not wait for an HTTP client
-when they start. Prometheus' client is imported by `Metrics.parse` alone.
+The names are imported on first use, because the command lines import modules of this package and should not import an HTTP client
+at start-up. Only `Metrics.parse` imports Prometheus' client.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__" or not name.startswith("__"):
-        exports = import_module("windlass.clients._exports")
-        if name == "__all__" or name in exports.__all__:
-            return getattr(exports, name)
+        exports = vars(import_module("windlass.clients._exports"))
+        names = sorted(export for export in exports if export[0].isupper())
+        if name == "__all__":
+            return names
+        if name in names:
+            return exports[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *import_module("windlass.clients._exports").__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,11 +1,11 @@
-"""Whole responses accumulated from the chunks of a stream."""
+"""Whole responses accumulated from the chunks or events of a stream."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from windlass.clients._parse import loads
 from windlass.clients.message_types import ContentBlock, Message, MessageEvent, MessageUsage
@@ -22,24 +22,78 @@ from windlass.clients.types import (
     CompletionChunk,
     CompletionTokensDetails,
     FunctionCall,
+    Infill,
     Logprobs,
     PromptTokensDetails,
     Rotary,
     TokenLogprob,
     ToolCall,
-    ToolCallDelta,
     Usage,
 )
 
+T = TypeVar("T")  # of a chunk
 Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
+A = TypeVar("A")  # of the whole response
 
-A = TypeVar("A")
+# The kinds of blocks by their names in the two APIs.
+_BLOCK_KINDS = {"message": "text", "reasoning": "thinking", "function_call": "call", "tool_use": "call"}
+
+
+class StreamAccumulator(ABC, Generic[T, A]):
+    """Add the chunks of a stream in order; `result` is the response so far. The properties are those of a stream.
+
+    final_event: the name of the stream's last event in error messages. ended: whether an event marked the end of the stream.
+    num_started: number of choices of which a part has arrived.
+    """
+
+    final_event = "[DONE]"
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.num_started = 0
+        self.rotary: Rotary | None = None
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """Text of the first choice."""
+
+    @property
+    def reasoning(self) -> str:
+        """Reasoning of the first choice."""
+        return ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls of the first choice; the last one may be incomplete."""
+        return ()
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice as the requested answer type, once it has ended."""
+        return None
+
+    @property
+    @abstractmethod
+    def finish_reasons(self) -> dict[int, str]:
+        """Finish reasons of the choices that have ended, by index."""
+
+    @property
+    @abstractmethod
+    def usage(self) -> Usage | None:
+        """The latest token counts."""
+
+    @abstractmethod
+    def add(self, chunk: T) -> None:
+        """Add the next chunk."""
+
+    @abstractmethod
+    def result(self, request_id: str | None) -> A:
+        """The whole response."""
 
 
 @dataclass(slots=True)
 class _PartialToolCall:
-    """What has arrived of one call so far."""
-
     id: str = ""
     type: str = "function"
     name: str = ""
@@ -51,13 +105,11 @@ class _PartialToolCall:
             self.arguments.append(function.arguments)
 
     def function(self) -> FunctionCall:
-        return FunctionCall(name=self.name, arguments=join_pieces(self.arguments))
+        return FunctionCall(name=self.name, arguments=_join(self.arguments))
 
 
 @dataclass(slots=True)
 class _PartialChoice:
-    """What has arrived of one choice so far."""
-
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     role: str | None = None
@@ -73,61 +125,50 @@ class _PartialChoice:
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
     rotary: Rotary | None = None
 
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(
+            ToolCall(id=call.id, type=call.type, function=call.function())
+            for _, call in sorted(self.tool_calls.items())
+        )
 
-class ChoiceAccumulator(ABC, Generic[Chunk, A]):
-    """Add chunks in order; `result` is what they make so far.
 
-    usage: the last one sent. rotary: the first choice's, once it has ended.
-    """
-
-    final_event = "[DONE]"
-    ended = False  # no chunk says that nothing follows
+class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
+    """Chunks with choices. usage: the last one sent. rotary: of the first choice, once it has ended."""
 
     def __init__(self) -> None:
-        self.usage: Usage | None = None
-        self.rotary: Rotary | None = None
+        super().__init__()
+        self._usage: Usage | None = None
         self._choices: dict[int, _PartialChoice] = {}
         self._id, self._model, self._created = "", "", 0
         self._fingerprint: str | None = None
 
     @property
     def text(self) -> str:
-        """Text of the first choice."""
-        return join_pieces(self._choices[0].texts) if 0 in self._choices else ""
+        return _join(self._choices[0].texts) if 0 in self._choices else ""
 
     @property
     def reasoning(self) -> str:
-        """Thinking of the first choice."""
-        return join_pieces(self._choices[0].reasoning) if 0 in self._choices else ""
+        return _join(self._choices[0].reasoning) if 0 in self._choices else ""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """Calls of the first choice, the last one possibly in part."""
-        return _calls(self._choices[0]) if 0 in self._choices else ()
-
-    @property
-    def parsed(self) -> Any:
-        """The first choice as what was asked for, once it has ended."""
-        return None
+        return self._choices[0].calls() if 0 in self._choices else ()
 
     @property
     def finish_reasons(self) -> dict[int, str]:
-        """Why each choice ended, of those that have, by index."""
-        ended = sorted(self._choices.items())
-        return {index: choice.finish_reason for index, choice in ended if choice.finish_reason is not None}
+        choices = sorted(self._choices.items())
+        return {index: choice.finish_reason for index, choice in choices if choice.finish_reason is not None}
 
     @property
-    def num_started(self) -> int:
-        """How many choices have begun."""
-        return len(self._choices)
+    def usage(self) -> Usage | None:
+        return self._usage
 
     def add(self, chunk: Chunk) -> None:
-        """Take what a chunk brings."""
         if not self._id:
             self._id, self._model, self._created = chunk.id, chunk.model, chunk.created
             self._fingerprint = chunk.system_fingerprint
         if chunk.usage is not None:
-            self.usage = chunk.usage
+            self._usage = chunk.usage
         for part in chunk.choices:
             choice = self._choices.setdefault(part.index, _PartialChoice())
             if part.finish_reason is not None:
@@ -136,21 +177,18 @@ class ChoiceAccumulator(ABC, Generic[Chunk, A]):
             if part.token_ids is not None:
                 choice.token_ids = choice.token_ids or []
                 choice.token_ids.extend(part.token_ids)
-        # A chunk without choices carries the usage, and the first choice's report.
+        # A chunk without choices has the usage, and the rotary report of the first choice.
         if chunk.rotary is not None and (not chunk.choices or chunk.choices[0].index == 0):
             self.rotary = chunk.rotary
+        self.num_started = len(self._choices)
         self._add_chunk(chunk)
 
     @abstractmethod
     def _add_chunk(self, chunk: Chunk) -> None:
-        """What only this kind of chunk brings."""
-
-    @abstractmethod
-    def result(self, request_id: str | None) -> A:
-        """The whole answer."""
+        """Add the fields that only this kind of chunk has."""
 
     def _choices_with_rotary(self) -> Iterator[tuple[int, _PartialChoice, Rotary | None]]:
-        """Each choice with the report it shows: its own where they differ, as in an answer that was not streamed."""
+        """Choices with their rotary report if the reports differ, as in a response that is not streamed."""
         if 0 in self._choices:
             self._choices[0].rotary = self.rotary
         differ = any(choice.rotary != self.rotary for choice in self._choices.values())
@@ -200,12 +238,12 @@ class CompletionAccumulator(ChoiceAccumulator[CompletionChunk, Completion]):
 
 
 class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
-    """Chunks of /v1/chat/completions. What concerns the prompt stands at the top level."""
+    """Chunks of /v1/chat/completions, whose fields about the prompt are at the top level."""
 
-    def __init__(self, read: Callable[[str], Any] | None = None) -> None:
-        """read: from the text of an answer to what the caller wants it to be."""
+    def __init__(self, parse_content: Callable[[str], Any] | None = None) -> None:
+        """parse_content: from the text of an answer to the requested answer type."""
         super().__init__()
-        self._parse_content = read
+        self._parse_content = parse_content
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
 
@@ -224,8 +262,10 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
         if delta.reasoning_content is not None:
             choice.reasoning.append(delta.reasoning_content)
         choice.refusal = delta.refusal or choice.refusal
-        for call in delta.tool_calls or ():
-            _add_call_delta(choice.tool_calls.setdefault(call.index, _PartialToolCall()), call)
+        for added in delta.tool_calls or ():
+            call = choice.tool_calls.setdefault(added.index, _PartialToolCall())
+            call.id, call.type = added.id or call.id, added.type or call.type
+            call.add(added.function)
         if delta.function_call is not None:
             choice.function_call = choice.function_call or _PartialToolCall()
             choice.function_call.add(delta.function_call)
@@ -242,7 +282,7 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
             role=choice.role or "assistant",
             content="".join(choice.texts) if choice.texts else None,
             reasoning_content="".join(choice.reasoning) if choice.reasoning else None,
-            tool_calls=_calls(choice) or None,
+            tool_calls=choice.calls() or None,
             function_call=None if choice.function_call is None else choice.function_call.function(),
             refusal=choice.refusal,
             _parse_content=self._parse_content,
@@ -269,8 +309,173 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
         )
 
 
-def join_pieces(parts: list[str]) -> str:
-    """The parts as one, kept so: callers ask after every chunk, and the text is not joined from the start each time."""
+@dataclass(slots=True)
+class _PartialBlock:
+    kind: str
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return _join(self.pieces)
+
+
+class BlockAccumulator(StreamAccumulator[T, A]):
+    """Events of one choice that consists of blocks of text, thinking and calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: dict[int, _PartialBlock] = {}
+
+    @property
+    def text(self) -> str:
+        return self._text_of_blocks("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self._text_of_blocks("thinking")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(
+            ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.text))
+            for block in self._blocks.values()
+            if block.kind == "call"
+        )
+
+    def _text_of_blocks(self, kind: str) -> str:
+        return "".join(block.text for block in self._blocks.values() if block.kind == kind)
+
+    def _start_block(self, index: int, kind: str, id: str | None, name: str | None) -> None:
+        self._blocks[index] = _PartialBlock(_BLOCK_KINDS.get(kind, kind), id or "", name or "")
+
+
+class ResponseAccumulator(BlockAccumulator[ResponseEvent, Response]):
+    """Events of /v1/responses. The last one has the whole response."""
+
+    final_event = "response.completed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._response: Response | None = None
+
+    def add(self, chunk: ResponseEvent) -> None:
+        self.num_started = 1
+        index = chunk.output_index or 0
+        if chunk.type == "response.output_item.added" and chunk.item is not None:
+            self._start_block(index, chunk.item.type, chunk.item.call_id, chunk.item.name)
+        elif chunk.delta is not None and index in self._blocks:
+            self._blocks[index].pieces.append(chunk.delta)
+        elif chunk.type in ("response.completed", "response.incomplete") and chunk.response is not None:
+            self._response, self.rotary, self.ended = chunk.response, chunk.response.rotary, True
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        return {} if self._response is None else {0: self._response.status}
+
+    @property
+    def usage(self) -> Usage | None:
+        found = None if self._response is None else self._response.usage
+        if found is None:
+            return None
+        prompt, completion = found.input_tokens_details, found.output_tokens_details
+        return _usage(
+            found.input_tokens,
+            found.output_tokens,
+            cached=None if prompt is None else prompt.cached_tokens,
+            reasoning=None if completion is None else completion.reasoning_tokens,
+        )
+
+    def result(self, request_id: str | None) -> Response:
+        assert self._response is not None
+        return replace(self._response, request_id=request_id)
+
+
+class MessageAccumulator(BlockAccumulator[MessageEvent, Message]):
+    """Events of /v1/messages."""
+
+    final_event = "message_stop"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._message = Message(id="")
+        self._usage: MessageUsage | None = None
+
+    def add(self, chunk: MessageEvent) -> None:
+        delta = chunk.delta
+        if chunk.message is not None:
+            self.num_started, self._message, self._usage = 1, chunk.message, chunk.message.usage
+        elif chunk.content_block is not None:
+            block = chunk.content_block
+            self._start_block(chunk.index or 0, block.type, block.id, block.name)
+        elif chunk.type == "content_block_delta" and delta is not None and chunk.index in self._blocks:
+            self._blocks[chunk.index].pieces.append(delta.text or delta.thinking or delta.partial_json)
+        elif chunk.type == "message_delta" and delta is not None:
+            self._message = replace(self._message, stop_reason=delta.stop_reason, stop_sequence=delta.stop_sequence)
+            self._usage, self.rotary = chunk.usage or self._usage, chunk.rotary
+        self.ended = chunk.type == "message_stop"
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        reason = self._message.stop_reason
+        return {} if reason is None else {0: reason}
+
+    @property
+    def usage(self) -> Usage | None:
+        found = self._usage
+        if found is None:
+            return None
+        cached = found.cache_read_input_tokens
+        prompt = found.input_tokens + cached + found.cache_creation_input_tokens
+        return _usage(prompt, found.output_tokens, cached=cached)
+
+    def result(self, request_id: str | None) -> Message:
+        """The whole message. The input of a call that was cut short is empty."""
+        content = tuple(map(_content_block, self._blocks.values()))
+        usage = self._usage or MessageUsage()
+        return replace(self._message, content=content, usage=usage, rotary=self.rotary, request_id=request_id)
+
+
+class InfillAccumulator(StreamAccumulator[Infill, Infill]):
+    """Events of /infill."""
+
+    final_event = "the event with stop: true"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._last: Infill | None = None
+
+    def add(self, chunk: Infill) -> None:
+        self.num_started = 1
+        self._pieces.append(chunk.content)
+        self._tokens += chunk.tokens
+        self._last, self.ended, self.rotary = chunk, chunk.stop, chunk.rotary
+
+    @property
+    def text(self) -> str:
+        return _join(self._pieces)
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        return {0: self._last.stop_type or ""} if self._last is not None and self.ended else {}
+
+    @property
+    def usage(self) -> Usage | None:
+        last = self._last
+        if last is None:
+            return None
+        return _usage(last.tokens_evaluated, last.tokens_predicted, cached=last.tokens_cached)
+
+    def result(self, request_id: str | None) -> Infill:
+        assert self._last is not None
+        return replace(self._last, content=self.text, tokens=tuple(self._tokens), request_id=request_id)
+
+
+def _join(parts: list[str]) -> str:
+    """Join the parts in place, so that a caller that asks after every chunk does not join all of them each time."""
     if len(parts) > 1:
         parts[:] = ["".join(parts)]
     return parts[0] if parts else ""
@@ -280,8 +485,18 @@ def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if items is None else tuple(items)
 
 
+def _usage(prompt: int, completion: int, *, cached: int | None, reasoning: int | None = None) -> Usage:
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=None if reasoning is None else CompletionTokensDetails(reasoning_tokens=reasoning),
+    )
+
+
 def _join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
-    """Log-probabilities in order; a list that no part has stays absent."""
+    """Concatenate log-probabilities; a list that no part has stays None."""
     if not parts:
         return None
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
@@ -294,217 +509,14 @@ def _join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
     )
 
 
-def _add_call_delta(call: _PartialToolCall, delta: ToolCallDelta) -> None:
-    """Add a piece of a tool call: arguments come in parts, everything else once."""
-    call.id, call.type = delta.id or call.id, delta.type or call.type
-    call.add(delta.function)
-
-
-def _calls(choice: _PartialChoice) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(id=call.id, type=call.type, function=call.function()) for _, call in sorted(choice.tool_calls.items())
-    )
-
-
-A_co = TypeVar("A_co", covariant=True)
-
-
-class StreamAccumulator(Protocol[A_co]):
-    """Add what comes in order; `result` is what it makes. The other names are those of a stream.
-
-    ending: the stream's last event, as errors call it. ended: whether an event said that nothing follows.
-    """
-
-    @property
-    def final_event(self) -> str: ...
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]: ...
-    @property
-    def parsed(self) -> Any: ...
-    @property
-    def finish_reasons(self) -> dict[int, str]: ...
-    @property
-    def num_started(self) -> int: ...
-    @property
-    def usage(self) -> Usage | None: ...
-    @property
-    def rotary(self) -> Rotary | None: ...
-
-    def add(self, chunk: Any) -> None: ...
-
-    def result(self, request_id: str | None) -> A_co: ...
-
-
-# What the two APIs call blocks.
-_BLOCK_KINDS = {"message": "text", "reasoning": "thinking", "function_call": "call", "tool_use": "call"}
-
-
-@dataclass(slots=True)
-class _PartialBlock:
-    kind: str
-    id: str = ""
-    name: str = ""
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return join_pieces(self.pieces)
-
-
-class BlockAccumulator:
-    """What both kinds of streams share: blocks in a row, of kinds text, thinking and call."""
-
-    parsed = None
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.num_started = 0
-        self.rotary: Rotary | None = None
-        self._blocks: dict[int, _PartialBlock] = {}
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._text_of_blocks("text")
-
-    @property
-    def reasoning(self) -> str:
-        """The thinking so far."""
-        return self._text_of_blocks("thinking")
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far, the last one possibly in part."""
-        return tuple(
-            ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.text))
-            for block in self._blocks.values()
-            if block.kind == "call"
-        )
-
-    def _text_of_blocks(self, kind: str) -> str:
-        return "".join(block.text for block in self._blocks.values() if block.kind == kind)
-
-
-class ResponseAccumulator(BlockAccumulator):
-    """Events of /v1/responses. The last one bears the whole response."""
-
-    final_event = "response.completed"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._response: Response | None = None
-
-    def add(self, chunk: ResponseEvent) -> None:
-        """Take what an event brings."""
-        self.num_started = 1
-        index = chunk.output_index or 0
-        if chunk.type == "response.output_item.added" and chunk.item is not None:
-            item = chunk.item
-            self._blocks[index] = _PartialBlock(
-                _BLOCK_KINDS.get(item.type, item.type), item.call_id or "", item.name or ""
-            )
-        elif chunk.delta is not None and index in self._blocks:
-            self._blocks[index].pieces.append(chunk.delta)
-        elif chunk.type in ("response.completed", "response.incomplete") and chunk.response is not None:
-            self._response, self.rotary, self.ended = chunk.response, chunk.response.rotary, True
-
-    @property
-    def finish_reasons(self) -> dict[int, str]:
-        """The status of the response, once it has one."""
-        return {} if self._response is None else {0: self._response.status}
-
-    @property
-    def usage(self) -> Usage | None:
-        """The counts, in the names of chats."""
-        found = None if self._response is None else self._response.usage
-        if found is None:
-            return None
-        read, thought = found.input_tokens_details, found.output_tokens_details
-        return Usage(
-            prompt_tokens=found.input_tokens,
-            completion_tokens=found.output_tokens,
-            total_tokens=found.total_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=None if read is None else read.cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=None if thought is None else thought.reasoning_tokens
-            ),
-        )
-
-    def result(self, request_id: str | None) -> Response:
-        """The whole response."""
-        assert self._response is not None
-        return replace(self._response, request_id=request_id)
-
-
-class MessageAccumulator(BlockAccumulator):
-    """Events of /v1/messages."""
-
-    final_event = "message_stop"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._message = Message(id="")
-        self._usage: MessageUsage | None = None
-
-    def add(self, chunk: MessageEvent) -> None:
-        """Take what an event brings."""
-        if chunk.message is not None:
-            self.num_started, self._message, self._usage = 1, chunk.message, chunk.message.usage
-        elif chunk.content_block is not None:
-            block = chunk.content_block
-            self._blocks[chunk.index or 0] = _PartialBlock(
-                _BLOCK_KINDS.get(block.type, block.type), block.id or "", block.name or ""
-            )
-        elif chunk.type == "content_block_delta" and chunk.delta is not None and chunk.index in self._blocks:
-            delta = chunk.delta
-            self._blocks[chunk.index].pieces.append(delta.text or delta.thinking or delta.partial_json)
-        elif chunk.type == "message_delta" and chunk.delta is not None:
-            delta = chunk.delta
-            self._message = replace(self._message, stop_reason=delta.stop_reason, stop_sequence=delta.stop_sequence)
-            self._usage, self.rotary = chunk.usage or self._usage, chunk.rotary
-        self.ended = chunk.type == "message_stop"
-
-    @property
-    def finish_reasons(self) -> dict[int, str]:
-        """The stop reason, once there is one."""
-        reason = self._message.stop_reason
-        return {} if reason is None else {0: reason}
-
-    @property
-    def usage(self) -> Usage | None:
-        """The counts so far, in the names of chats."""
-        found = self._usage
-        if found is None:
-            return None
-        prompt = found.input_tokens + found.cache_read_input_tokens + found.cache_creation_input_tokens
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=found.output_tokens,
-            total_tokens=prompt + found.output_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=found.cache_read_input_tokens),
-        )
-
-    def result(self, request_id: str | None) -> Message:
-        """The whole message. The input of a call that was cut short is empty."""
-        content = tuple(map(_content_block, self._blocks.values()))
-        usage = self._usage or MessageUsage()
-        return replace(self._message, content=content, usage=usage, rotary=self.rotary, request_id=request_id)
-
-
 def _content_block(block: _PartialBlock) -> ContentBlock:
     if block.kind == "call":
         try:
             found = loads(block.text) if block.text else {}
         except ValueError:
             found = {}
-        given = found if isinstance(found, dict) else {}
-        return ContentBlock(type="tool_use", id=block.id, name=block.name, input=given)
+        arguments = found if isinstance(found, dict) else {}
+        return ContentBlock(type="tool_use", id=block.id, name=block.name, input=arguments)
     if block.kind == "thinking":
         return ContentBlock(type="thinking", thinking=block.text)
     return ContentBlock(type=block.kind, text=block.text)

@@ -1,197 +1,102 @@
-"""The public names of `windlass.clients`, which loads this module when the first of them is asked for."""
+"""The public names of `windlass.clients`, which imports this module when the first of them is used.
+
+There is no `__all__`: `X as X` exports a name, and every exported name begins with a capital letter.
+"""
 
 from __future__ import annotations
 
-from windlass.clients.async_client import AsyncClient
-from windlass.clients.client import Client
-from windlass.clients.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    NotFoundError,
-    RateLimitError,
-    ResponseError,
-    ServerError,
-    StreamError,
-)
-from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent, MessageUsage
-from windlass.clients.metrics import Metrics, MetricSample
-from windlass.clients.options import (
-    ChatOptions,
-    ClassifyOptions,
-    CompletionOptions,
-    CountOptions,
-    DetokenizeOptions,
-    EmbeddingOptions,
-    InfillOptions,
-    MessageOptions,
-    PoolingOptions,
-    RerankOptions,
-    ResponseOptions,
-    RetryPolicy,
-    ScoreOptions,
-    TemplateOptions,
-    TokenizeOptions,
-)
-from windlass.clients.response_types import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    Response,
-    ResponseEvent,
-    ResponseItem,
-    ResponseItems,
-    ResponsePart,
-    ResponseUsage,
-)
-from windlass.clients.rope import RopeScaling
-from windlass.clients.streams import AsyncStream, Stream
-from windlass.clients.types import (
-    AttentionMap,
-    CacheGroup,
-    CachePages,
-    CacheSequence,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    Classification,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionTokensDetails,
-    ContextUse,
-    Detokenization,
-    DocumentText,
-    EmbeddedText,
-    Embeddings,
-    FunctionCall,
-    Health,
-    Infill,
-    InfillTimings,
-    Logprobs,
-    Model,
-    PairScores,
-    PooledStates,
-    PromptTokensDetails,
-    Ranking,
-    RankingResult,
-    Rotary,
-    RotaryChosen,
-    RotaryCurves,
-    RotaryGroup,
-    RotaryInspection,
-    RotaryInspectionGroup,
-    RotarySettings,
-    ScoredPair,
-    TextClass,
-    TextStates,
-    Tokenization,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-    TopLogprob,
-    Usage,
-)
-
-__all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AsyncClient",
-    "AsyncStream",
-    "AttentionMap",
-    "AuthenticationError",
-    "BadRequestError",
-    "CacheGroup",
-    "CachePages",
-    "CacheSequence",
-    "ChatChoice",
-    "ChatChunkChoice",
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "ChatDelta",
-    "ChatLogprobs",
-    "ChatMessage",
-    "ChatOptions",
-    "Classification",
-    "ClassifyOptions",
-    "Client",
-    "Completion",
-    "CompletionChoice",
-    "CompletionChunk",
-    "CompletionOptions",
-    "CompletionTokensDetails",
-    "ContentBlock",
-    "ContextUse",
-    "CountOptions",
-    "Detokenization",
-    "DetokenizeOptions",
-    "DocumentText",
-    "EmbeddedText",
-    "EmbeddingOptions",
-    "Embeddings",
-    "FunctionCall",
-    "Health",
-    "Infill",
-    "InfillOptions",
-    "InfillTimings",
-    "InputTokensDetails",
-    "Logprobs",
-    "Message",
-    "MessageDelta",
-    "MessageEvent",
-    "MessageOptions",
-    "MessageUsage",
-    "MetricSample",
-    "Metrics",
-    "Model",
-    "NotFoundError",
-    "OutputTokensDetails",
-    "PairScores",
-    "PooledStates",
-    "PoolingOptions",
-    "PromptTokensDetails",
-    "Ranking",
-    "RankingResult",
-    "RateLimitError",
-    "RerankOptions",
-    "Response",
-    "ResponseError",
-    "ResponseEvent",
-    "ResponseItem",
-    "ResponseItems",
-    "ResponseOptions",
-    "ResponsePart",
-    "ResponseUsage",
-    "RetryPolicy",
-    "RopeScaling",
-    "Rotary",
-    "RotaryChosen",
-    "RotaryCurves",
-    "RotaryGroup",
-    "RotaryInspection",
-    "RotaryInspectionGroup",
-    "RotarySettings",
-    "ScoreOptions",
-    "ScoredPair",
-    "ServerError",
-    "Stream",
-    "StreamError",
-    "TemplateOptions",
-    "TextClass",
-    "TextStates",
-    "TokenLogprob",
-    "Tokenization",
-    "TokenizeOptions",
-    "ToolCall",
-    "ToolCallDelta",
-    "TopLogprob",
-    "Usage",
-]
+from windlass.clients.async_client import AsyncClient as AsyncClient
+from windlass.clients.client import Client as Client
+from windlass.clients.errors import APIConnectionError as APIConnectionError
+from windlass.clients.errors import APIError as APIError
+from windlass.clients.errors import APIStatusError as APIStatusError
+from windlass.clients.errors import APITimeoutError as APITimeoutError
+from windlass.clients.errors import AuthenticationError as AuthenticationError
+from windlass.clients.errors import BadRequestError as BadRequestError
+from windlass.clients.errors import NotFoundError as NotFoundError
+from windlass.clients.errors import RateLimitError as RateLimitError
+from windlass.clients.errors import ResponseError as ResponseError
+from windlass.clients.errors import ServerError as ServerError
+from windlass.clients.errors import StreamError as StreamError
+from windlass.clients.message_types import ContentBlock as ContentBlock
+from windlass.clients.message_types import Message as Message
+from windlass.clients.message_types import MessageDelta as MessageDelta
+from windlass.clients.message_types import MessageEvent as MessageEvent
+from windlass.clients.message_types import MessageUsage as MessageUsage
+from windlass.clients.options import CallOptions as CallOptions
+from windlass.clients.options import ChatOptions as ChatOptions
+from windlass.clients.options import ClassifyOptions as ClassifyOptions
+from windlass.clients.options import CompletionOptions as CompletionOptions
+from windlass.clients.options import CountOptions as CountOptions
+from windlass.clients.options import DetokenizeOptions as DetokenizeOptions
+from windlass.clients.options import EmbeddingOptions as EmbeddingOptions
+from windlass.clients.options import InfillOptions as InfillOptions
+from windlass.clients.options import MessageOptions as MessageOptions
+from windlass.clients.options import PoolingOptions as PoolingOptions
+from windlass.clients.options import RerankOptions as RerankOptions
+from windlass.clients.options import ResponseOptions as ResponseOptions
+from windlass.clients.options import RetryPolicy as RetryPolicy
+from windlass.clients.options import ScoreOptions as ScoreOptions
+from windlass.clients.options import TemplateOptions as TemplateOptions
+from windlass.clients.options import TokenizeOptions as TokenizeOptions
+from windlass.clients.response_types import InputTokensDetails as InputTokensDetails
+from windlass.clients.response_types import OutputTokensDetails as OutputTokensDetails
+from windlass.clients.response_types import Response as Response
+from windlass.clients.response_types import ResponseEvent as ResponseEvent
+from windlass.clients.response_types import ResponseItem as ResponseItem
+from windlass.clients.response_types import ResponseItems as ResponseItems
+from windlass.clients.response_types import ResponsePart as ResponsePart
+from windlass.clients.response_types import ResponseUsage as ResponseUsage
+from windlass.clients.rope import RopeScaling as RopeScaling
+from windlass.clients.streams import AsyncStream as AsyncStream
+from windlass.clients.streams import Stream as Stream
+from windlass.clients.types import AttentionMap as AttentionMap
+from windlass.clients.types import CacheGroup as CacheGroup
+from windlass.clients.types import CachePages as CachePages
+from windlass.clients.types import CacheSequence as CacheSequence
+from windlass.clients.types import ChatChoice as ChatChoice
+from windlass.clients.types import ChatChunkChoice as ChatChunkChoice
+from windlass.clients.types import ChatCompletion as ChatCompletion
+from windlass.clients.types import ChatCompletionChunk as ChatCompletionChunk
+from windlass.clients.types import ChatDelta as ChatDelta
+from windlass.clients.types import ChatLogprobs as ChatLogprobs
+from windlass.clients.types import ChatMessage as ChatMessage
+from windlass.clients.types import Classification as Classification
+from windlass.clients.types import Completion as Completion
+from windlass.clients.types import CompletionChoice as CompletionChoice
+from windlass.clients.types import CompletionChunk as CompletionChunk
+from windlass.clients.types import CompletionTokensDetails as CompletionTokensDetails
+from windlass.clients.types import ContextUse as ContextUse
+from windlass.clients.types import Detokenization as Detokenization
+from windlass.clients.types import DocumentText as DocumentText
+from windlass.clients.types import EmbeddedText as EmbeddedText
+from windlass.clients.types import Embeddings as Embeddings
+from windlass.clients.types import FunctionCall as FunctionCall
+from windlass.clients.types import Health as Health
+from windlass.clients.types import Infill as Infill
+from windlass.clients.types import InfillTimings as InfillTimings
+from windlass.clients.types import Logprobs as Logprobs
+from windlass.clients.types import Metrics as Metrics
+from windlass.clients.types import MetricSample as MetricSample
+from windlass.clients.types import Model as Model
+from windlass.clients.types import PairScores as PairScores
+from windlass.clients.types import PooledStates as PooledStates
+from windlass.clients.types import PromptTokensDetails as PromptTokensDetails
+from windlass.clients.types import Ranking as Ranking
+from windlass.clients.types import RankingResult as RankingResult
+from windlass.clients.types import Rotary as Rotary
+from windlass.clients.types import RotaryChosen as RotaryChosen
+from windlass.clients.types import RotaryCurves as RotaryCurves
+from windlass.clients.types import RotaryGroup as RotaryGroup
+from windlass.clients.types import RotaryInspection as RotaryInspection
+from windlass.clients.types import RotaryInspectionGroup as RotaryInspectionGroup
+from windlass.clients.types import RotarySettings as RotarySettings
+from windlass.clients.types import ScoredPair as ScoredPair
+from windlass.clients.types import TextClass as TextClass
+from windlass.clients.types import TextStates as TextStates
+from windlass.clients.types import Tokenization as Tokenization
+from windlass.clients.types import TokenLogprob as TokenLogprob
+from windlass.clients.types import ToolCall as ToolCall
+from windlass.clients.types import ToolCallDelta as ToolCallDelta
+from windlass.clients.types import TopLogprob as TopLogprob
+from windlass.clients.types import Usage as Usage

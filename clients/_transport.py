@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import httpx
 
 from windlass.clients._calls import Call, StreamCall
-from windlass.clients._stream import ChunkReader
 from windlass.clients.errors import (
     REQUEST_ID_HEADER,
     APIError,
@@ -26,24 +25,24 @@ from windlass.clients.errors import (
     transport_error,
 )
 from windlass.clients.options import RetryPolicy, Timeout
+from windlass.clients.streams import ChunkReader
 
 T = TypeVar("T")
-
 A = TypeVar("A")
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
-# A long answer that is not streamed comes all at once; streams hear from the server every few seconds.
+# A long response that is not streamed arrives all at once. A stream has an event every few seconds.
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 _RETRY_STATUSES = frozenset({429, 503})
 
-_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what the server takes
+_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # the server's own rule
 
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send the request, give its response with headers only."""
+    """Send the request and return its response without the body."""
 
     request: httpx.Request
 
@@ -57,25 +56,22 @@ class ReadBody:
 
 @dataclass(frozen=True, slots=True)
 class CloseResponse:
-    """Close the response, read or not."""
+    """Close the response, whether or not it was read."""
 
     response: httpx.Response
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Wait."""
-
     seconds: float
 
 
 Step = SendRequest | ReadBody | CloseResponse | Sleep
-
 Steps = Generator[Step, Any, T]
 
 
 class CallFlow:
-    """Settings, and the rules by which calls run. Shared by both clients; holds no connection."""
+    """Settings of a client, and the steps of its calls. Both clients use it; it does no I/O."""
 
     def __init__(
         self,
@@ -86,20 +82,20 @@ class CallFlow:
         headers: Mapping[str, str] | None,
     ) -> None:
         self.base_url = _base_url(base_url or os.environ.get("WINDLASS_BASE_URL") or DEFAULT_BASE_URL)
-        # Never OPENAI_API_KEY: it is a secret between its owner and another server.
+        # Never OPENAI_API_KEY, which is a secret of another server.
         key = api_key if api_key is not None else os.environ.get("WINDLASS_API_KEY")
         self.timeout = DEFAULT_TIMEOUT if timeout is None else timeout
         self.retry = retry or RetryPolicy()
         self.headers = httpx.Headers({"user-agent": "windlass-client", "accept": "application/json, text/event-stream"})
         if key:
             if not key.isascii() or not key.isprintable():
-                raise ValueError("the API key holds characters that no HTTP header may carry: check WINDLASS_API_KEY")
+                raise ValueError("the API key has characters that no HTTP header may carry: check WINDLASS_API_KEY")
             self.headers["authorization"] = f"Bearer {key}"
         self.headers.update(headers or {})
         self._random = random.Random()
 
     def run(self, call: Call[T]) -> Steps[T]:
-        """Send, with retries, and give the parsed answer; raises APIError of some kind."""
+        """Send the request, with retries, and return the parsed response; raises APIError."""
         request = self._build_request(call.method, call.path, call.body, call.timeout)
         response = yield from self._send_with_retries(request, call.accepted_statuses, call.retryable)
         yield from self._read_body(response)
@@ -109,13 +105,13 @@ class CallFlow:
             raise invalid_response_error(response, str(error)) from error
 
     def open(self, call: StreamCall[T, A]) -> Steps[tuple[httpx.Response, ChunkReader[T, A]]]:
-        """Send, with retries, until a stream begins; from then on nothing is sent again."""
+        """Send the request, with retries, until a stream begins. After that nothing is repeated."""
         request = self._build_request("POST", call.path, call.body, call.timeout)
         response = yield from self._send_with_retries(request, frozenset(), True)
         kind = response.headers.get("content-type", "")
         if not kind.lower().startswith("text/event-stream"):
             yield CloseResponse(response)
-            raise invalid_response_error(response, f"a stream was expected, not {kind or 'an answer without a type'}")
+            raise invalid_response_error(response, f"a stream was expected, not {kind or 'a response without a type'}")
         return response, ChunkReader(call.chunk, call.accumulator(), call.expected_choices, get_request_id(response))
 
     def _send_with_retries(
@@ -124,7 +120,6 @@ class CallFlow:
         attempt = 0
         while True:
             failure: APIError
-            retry_after = None
             try:
                 response: httpx.Response = yield SendRequest(request)
             except httpx.HTTPError as error:
@@ -135,10 +130,11 @@ class CallFlow:
                 if response.is_success or response.status_code in accepted_statuses:
                     return response
                 yield from self._read_body(response)
-                refusal = status_error(response)
-                failure, retry_after = refusal, refusal.retry_after
+                failure = status_error(response)
                 can_retry = response.status_code in _RETRY_STATUSES
-            delay = self.retry.delay(attempt, retry_after, self._random.random()) if can_retry and retryable else None
+            delay = None
+            if can_retry and retryable:
+                delay = self.retry.delay(attempt, failure.retry_after, self._random.random())
             if delay is None:
                 raise failure
             attempt += 1
@@ -156,7 +152,8 @@ class CallFlow:
         if isinstance(wanted, str) and _VALID_REQUEST_ID.fullmatch(wanted):
             headers[REQUEST_ID_HEADER] = wanted
         elif REQUEST_ID_HEADER not in headers:
-            headers[REQUEST_ID_HEADER] = uuid.uuid4().hex  # known before any answer: a timeout can be looked up too
+            # Known before the response, so that a timeout can be found in the server's log.
+            headers[REQUEST_ID_HEADER] = uuid.uuid4().hex
         content = None
         if body is not None:
             headers["content-type"] = "application/json"
@@ -173,12 +170,12 @@ def _base_url(text: str) -> str:
     except httpx.InvalidURL as error:
         raise ValueError(f"cannot read the base URL {text!r}: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"the base URL {text!r} should look like {DEFAULT_BASE_URL}")
+        raise ValueError(f"the base URL {text!r} must be an HTTP URL such as {DEFAULT_BASE_URL}")
     return url
 
 
 def run(http: httpx.Client, steps: Steps[T]) -> T:
-    """Carry the steps out one after the other; the generator is told of a failure of httpx and decides."""
+    """Perform the steps in order. An error of httpx is raised in the generator, which handles it."""
     result: Any = None
     error: httpx.HTTPError | None = None
     while True:

@@ -1,3 +1,3 @@
-"""The one version of Windlass: the server has it through a link, so both distributions are built with it."""
+"""The version of Windlass. The server links to this file, so both distributions have the same version."""
 
 __version__ = "0.1.0"

@@ -1,19 +1,20 @@
-"""The asynchronous client: one method per endpoint."""
+"""The asynchronous client: one method per endpoint. `tools/generate_sync_client.py` makes client.py from this file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from urllib.parse import quote, urlencode
 
 import httpx
 
 from windlass.clients import _calls as calls
+from windlass.clients._accumulate import InfillAccumulator, MessageAccumulator, ResponseAccumulator
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._parse import AnswerType
 from windlass.clients._transport import CallFlow, run_async
 from windlass.clients.message_types import Message, MessageEvent
-from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
     ClassifyOptions,
@@ -51,6 +52,7 @@ from windlass.clients.types import (
     Embeddings,
     Health,
     Infill,
+    Metrics,
     Model,
     PairScores,
     PooledStates,
@@ -62,13 +64,22 @@ from windlass.clients.types import (
 )
 
 T = TypeVar("T")
-
-
 A = TypeVar("A")
 
 
 class AsyncClient:
-    """`Client` for asyncio and trio: the same arguments, and methods to await."""
+    """Asynchronous client for asyncio and trio. Use it as a context manager, or close it.
+
+    base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
+    api_key: default WINDLASS_API_KEY. timeout: seconds to wait for a connection, for a write and for the next bytes (default 600;
+    5 for a connection). retry: when to repeat a request. headers: sent with every request. max_connections: open at the same
+    time; further requests wait for one within the timeout. max_keepalive_connections: idle ones that stay open (default: all),
+    for keepalive_expiry seconds (keep it below the server's own: 75 for Windlass, often 5). transport: an httpx transport, for
+    tests and unusual networks. Raises ValueError for a malformed URL or key.
+
+    Every method that sends a body accepts the fields of that body by their API names, and the fields of `CallOptions`. Except
+    where a method says otherwise, it raises a subclass of APIError.
+    """
 
     def __init__(
         self,
@@ -91,6 +102,10 @@ class AsyncClient:
         )
         self._http = httpx.AsyncClient(transport=transport, limits=limits)
 
+    def __repr__(self) -> str:
+        url = httpx.URL(self.base_url).copy_with(userinfo=b"")  # which may be a password
+        return f"{type(self).__name__}(base_url={str(url)!r})"
+
     @property
     def base_url(self) -> str:
         """The server's URL, without /v1."""
@@ -110,46 +125,22 @@ class AsyncClient:
 
     @overload
     async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[CompletionOptions]
     ) -> Completion: ...
 
     @overload
     async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
+        self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[CompletionOptions]
     ) -> AsyncStream[CompletionChunk, Completion]: ...
 
     async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
+        self, prompt: Prompt, *, stream: bool = False, **options: Unpack[CompletionOptions]
     ) -> Completion | AsyncStream[CompletionChunk, Completion]:
-        """See `Client.completions`. A stream begins with `async with await client.completions(…, stream=True)`."""
-        body = calls.build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
+        """Continue a prompt: a string, token ids, or a list of either. Use a stream as a context manager."""
+        fields = {"prompt": prompt}
         if stream:
-            return await self._open_stream(calls.completion_stream(body, timeout))
-        return await self._run(calls.completion(body, timeout))
+            return await self._open_stream(calls.completion_stream(fields, options))
+        return await self._run(calls.post("/v1/completions", Completion, fields, options))
 
     @overload
     async def chat(
@@ -157,11 +148,7 @@ class AsyncClient:
         messages: Messages,
         *,
         answer_type: AnswerType | None = None,
-        model: str | None = None,
         stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatCompletion: ...
 
@@ -171,11 +158,7 @@ class AsyncClient:
         messages: Messages,
         *,
         answer_type: AnswerType | None = None,
-        model: str | None = None,
         stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[ChatCompletionChunk, ChatCompletion]: ...
 
@@ -184,88 +167,58 @@ class AsyncClient:
         messages: Messages,
         *,
         answer_type: AnswerType | None = None,
-        model: str | None = None,
         stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatCompletion | AsyncStream[ChatCompletionChunk, ChatCompletion]:
-        """See `Client.chat`."""
-        body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
+        """Answer a conversation, `[{"role": …, "content": …}, …]`, which may contain messages of earlier responses.
+
+        answer_type: a JSON Schema, a pydantic model or a dataclass that the text must match; `parsed` returns its value.
+        """
+        fields = {"messages": messages}
         if stream:
-            return await self._open_stream(calls.chat_stream(body, timeout, answer_type))
-        return await self._run(calls.chat(body, timeout, answer_type))
+            return await self._open_stream(calls.chat_stream(fields, options, answer_type))
+        return await self._run(calls.chat(fields, options, answer_type))
 
     @overload
     async def responses(
-        self,
-        input: ResponseInput,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ResponseOptions],
+        self, input: ResponseInput, *, stream: Literal[False] = False, **options: Unpack[ResponseOptions]
     ) -> Response: ...
 
     @overload
     async def responses(
-        self,
-        input: ResponseInput,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ResponseOptions],
+        self, input: ResponseInput, *, stream: Literal[True], **options: Unpack[ResponseOptions]
     ) -> AsyncStream[ResponseEvent, Response]: ...
 
     async def responses(
-        self,
-        input: ResponseInput,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ResponseOptions],
+        self, input: ResponseInput, *, stream: bool = False, **options: Unpack[ResponseOptions]
     ) -> Response | AsyncStream[ResponseEvent, Response]:
-        """See `Client.responses`."""
-        body = calls.build_body({"input": input, "model": model, "timeout": deadline}, options, extra_body)
+        """Answer an input: a string, or items, which may be those of earlier responses."""
+        path, fields = "/v1/responses", {"input": input}
         if stream:
-            return await self._open_stream(calls.response_stream(body, timeout))
-        return await self._run(calls.response(body, timeout))
+            return await self._open_stream(calls.stream(path, ResponseEvent, ResponseAccumulator, fields, options))
+        return await self._run(calls.post(path, Response, fields, options))
 
-    async def count_input(
-        self,
-        input: ResponseInput | None = None,
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ResponseOptions],
-    ) -> int:
-        """See `Client.count_input`."""
-        return await self._run(
-            calls.count_input(calls.build_body({"input": input, "model": model}, options, extra_body))
-        )
+    async def count_input(self, input: ResponseInput | None = None, **options: Unpack[ResponseOptions]) -> int:
+        """Number of tokens of an input and of all that precedes it. The input is optional after `previous_response_id`."""
+        read = calls.read_field("input_tokens", int)
+        return await self._run(calls.post("/v1/responses/input_tokens", read, {"input": input}, options))
 
     async def response(self, response_id: str) -> Response:
-        """See `Client.response`."""
-        return await self._run(calls.get_response(response_id))
+        """A stored response; raises NotFoundError."""
+        return await self._run(calls.get(calls.response_path(response_id), Response))
 
     async def delete_response(self, response_id: str) -> bool:
-        """See `Client.delete_response`."""
-        return await self._run(calls.delete_response(response_id))
+        """Delete a stored response; raises NotFoundError."""
+        return await self._run(calls.delete(calls.response_path(response_id), calls.read_field("deleted", bool)))
 
     async def response_items(
         self, response_id: str, *, order: str | None = None, limit: int | None = None, after: str | None = None
     ) -> ResponseItems:
-        """See `Client.response_items`."""
-        return await self._run(calls.response_items(response_id, order, limit, after))
+        """A page of the input items of a stored response, the latest first unless `order` is "asc"."""
+        fields = {"order": order, "limit": limit, "after": after}
+        query = urlencode({name: value for name, value in fields.items() if value is not None})
+        path = f"{calls.response_path(response_id)}/input_items"
+        return await self._run(calls.get(f"{path}?{query}" if query else path, ResponseItems))
 
     @overload
     async def messages(
@@ -273,83 +226,55 @@ class AsyncClient:
         messages: MessageTurns,
         max_tokens: int,
         *,
-        model: str | None = None,
         stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[MessageOptions],
     ) -> Message: ...
 
     @overload
     async def messages(
-        self,
-        messages: MessageTurns,
-        max_tokens: int,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[MessageOptions],
+        self, messages: MessageTurns, max_tokens: int, *, stream: Literal[True], **options: Unpack[MessageOptions]
     ) -> AsyncStream[MessageEvent, Message]: ...
 
     async def messages(
-        self,
-        messages: MessageTurns,
-        max_tokens: int,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[MessageOptions],
+        self, messages: MessageTurns, max_tokens: int, *, stream: bool = False, **options: Unpack[MessageOptions]
     ) -> Message | AsyncStream[MessageEvent, Message]:
-        """See `Client.messages`."""
-        body = calls.build_body(
-            {"messages": messages, "max_tokens": max_tokens, "model": model, "timeout": deadline}, options, extra_body
-        )
+        """Answer a conversation in the form of Anthropic's API."""
+        path, fields = "/v1/messages", {"messages": messages, "max_tokens": max_tokens}
         if stream:
-            return await self._open_stream(calls.message_stream(body, timeout))
-        return await self._run(calls.message(body, timeout))
+            return await self._open_stream(calls.stream(path, MessageEvent, MessageAccumulator, fields, options))
+        return await self._run(calls.post(path, Message, fields, options))
 
-    async def count_tokens(
-        self,
-        messages: MessageTurns,
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CountOptions],
-    ) -> int:
-        """See `Client.count_tokens`."""
-        fixed = {"messages": messages, "model": model}
-        return await self._run(calls.count_tokens(calls.build_body(fixed, options, extra_body)))
+    async def count_tokens(self, messages: MessageTurns, **options: Unpack[CountOptions]) -> int:
+        """Number of tokens of a conversation in the form of Anthropic's API."""
+        read = calls.read_field("input_tokens", int)
+        return await self._run(calls.post("/v1/messages/count_tokens", read, {"messages": messages}, options))
 
     async def models(self) -> list[Model]:
-        """See `Client.models`."""
-        return await self._run(calls.models())
+        """The served models."""
+        return await self._run(calls.get("/v1/models", calls.read_models))
 
     async def model(self, model_id: str) -> Model:
-        """See `Client.model`."""
-        return await self._run(calls.model(model_id))
+        """One model; raises NotFoundError."""
+        return await self._run(calls.get(f"/v1/models/{quote(model_id, safe='/')}", Model))
 
     async def load_adapter(self, name: str, path: str) -> str:
-        """See `Client.load_adapter`."""
-        return await self._run(calls.load_adapter(name, path))
+        """Load a LoRA adapter from the server's folder: "loaded". Raises BadRequestError if it is not a valid adapter."""
+        return await self._change_adapter("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def unload_adapter(self, name: str) -> str:
-        """See `Client.unload_adapter`."""
-        return await self._run(calls.unload_adapter(name))
+        """Unload an adapter: "unloaded", or "draining" if requests still use it after a while."""
+        return await self._change_adapter("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _change_adapter(self, path: str, fields: Mapping[str, Any]) -> str:
+        return await self._run(calls.post(path, calls.read_field("status", str), fields, retryable=False))
 
     async def rotary(self) -> RotarySettings:
-        """See `Client.rotary`."""
-        return await self._run(calls.rotary())
+        """The model's own scaling, the server's default and profiles, and what requests may set."""
+        return await self._run(calls.get("/v1/rotary", RotarySettings))
 
     async def profiles(self) -> dict[str, RopeScaling]:
-        """See `Client.profiles`."""
-        return await self._run(calls.profiles())
+        """The server's profiles, which `rope_scaling` accepts by name."""
+        return await self._run(calls.get("/v1/rotary", calls.read_profiles))
 
     async def inspect(
         self,
@@ -359,139 +284,77 @@ class AsyncClient:
         rope_update: str | Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> RotaryInspection:
-        """See `Client.inspect`."""
-        return await self._run(calls.inspect(rope_scaling, length, rope_update, model))
+        """Frequencies and factors of a request of `length` tokens (default: the server's context length)."""
+        fields = {"rope_scaling": rope_scaling, "length": length, "rope_update": rope_update, "model": model}
+        return await self._run(calls.post("/v1/rotary/inspect", RotaryInspection, fields))
 
     async def health(self) -> Health:
-        """See `Client.health`."""
+        """Whether server and engine are alive. Never retried; raises APIConnectionError without a server."""
         return await self._run(calls.probe("/health"))
 
     async def ready(self) -> Health:
-        """See `Client.ready`."""
+        """Whether the server accepts requests. Never retried."""
         return await self._run(calls.probe("/ready"))
 
     async def version(self) -> str:
-        """See `Client.version`."""
-        return await self._run(calls.version())
+        """The server's version."""
+        return await self._run(calls.get("/version", calls.read_field("version", str)))
 
     async def metrics(self) -> Metrics:
-        """See `Client.metrics`."""
-        return await self._run(calls.metrics())
+        """The server's counters, gauges and histograms."""
+        return await self._run(calls.get("/metrics", calls.read_metrics))
 
     async def openapi(self) -> dict[str, Any]:
-        """See `Client.openapi`."""
-        return await self._run(calls.openapi())
+        """The OpenAPI document of the server."""
+        return await self._run(calls.get("/openapi.json", calls.read_object))
 
     async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TokenizeOptions],
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokenization:
-        """See `Client.tokenize`."""
-        fixed = {"prompt": prompt, "messages": messages, "model": model}
-        return await self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
+        """Token ids of a text, or of a conversation rendered by the chat template."""
+        fields = {"prompt": prompt, "messages": messages}
+        return await self._run(calls.post("/tokenize", Tokenization, fields, options))
 
-    async def detokenize(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[DetokenizeOptions],
-    ) -> Detokenization:
-        """See `Client.detokenize`."""
-        return await self._run(
-            calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body))
-        )
+    async def detokenize(self, tokens: Sequence[int], **options: Unpack[DetokenizeOptions]) -> Detokenization:
+        """Text of token ids."""
+        return await self._run(calls.post("/detokenize", Detokenization, {"tokens": tokens}, options))
 
-    async def apply_template(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TemplateOptions],
-    ) -> str:
-        """See `Client.apply_template`."""
-        fixed = {"messages": messages, "model": model}
-        return await self._run(calls.apply_template(calls.build_body(fixed, options, extra_body)))
+    async def apply_template(self, messages: Messages, **options: Unpack[TemplateOptions]) -> str:
+        """A conversation rendered by the chat template: the prompt of a chat with these messages."""
+        read = calls.read_field("prompt", str)
+        return await self._run(calls.post("/apply_template", read, {"messages": messages}, options))
 
-    async def embeddings(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[EmbeddingOptions],
-    ) -> Embeddings:
-        """A vector for each text: a string, token ids, or a list of either. See `completions` for the other arguments."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.embeddings(fixed, options, extra_body, timeout))
+    async def embeddings(self, input: Prompt, **options: Unpack[EmbeddingOptions]) -> Embeddings:
+        """A vector for each text: a string, token ids, or a list of either."""
+        fields = {"input": input, "encoding_format": "base64"}
+        return await self._run(calls.post("/v1/embeddings", calls.read_embeddings, fields, options))
 
-    async def pooling(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> PooledStates:
-        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.pooling(fixed, options, extra_body, timeout))
+    async def pooling(self, input: Prompt, **options: Unpack[PoolingOptions]) -> PooledStates:
+        """Hidden states of texts: one row each, or with `pooling` "all" one per token; or their classes, by `task`."""
+        fields = {"input": input, "encoding_format": "base64"}
+        return await self._run(calls.post("/pooling", calls.read_pooled_states, fields, options))
 
     async def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ScoreOptions],
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
     ) -> PairScores:
-        """How well texts go together: one with one, as many with as many, or one with each of several."""
-        fixed = {"text_1": text_1, "text_2": text_2, "model": model, "timeout": deadline}
-        return await self._run(calls.score(fixed, options, extra_body, timeout))
+        """Scores of pairs of texts: one with one, two lists of equal length, or one with each of a list."""
+        fields = {"text_1": text_1, "text_2": text_2}
+        return await self._run(calls.post("/v1/score", PairScores, fields, options))
 
     async def rerank(
         self,
         query: str,
         documents: Sequence[str | Mapping[str, str]],
         top_n: int | None = None,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[RerankOptions],
     ) -> Ranking:
-        """Documents in the order in which they answer a query; the best `top_n` of them."""
-        fixed = {"query": query, "documents": documents, "top_n": top_n, "model": model, "timeout": deadline}
-        return await self._run(calls.rerank(fixed, options, extra_body, timeout))
+        """Documents ordered by their relevance to a query; the best `top_n` of them."""
+        fields = {"query": query, "documents": documents, "top_n": top_n}
+        return await self._run(calls.post("/v1/rerank", Ranking, fields, options))
 
-    async def classify(
-        self,
-        input: Prompt,
-        *,
-        model: str | None = None,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ClassifyOptions],
-    ) -> Classification:
-        """The classes of texts, by a model that classifies; raises BadRequestError where it does not."""
-        fixed = {"input": input, "model": model, "timeout": deadline}
-        return await self._run(calls.classify(fixed, options, extra_body, timeout))
+    async def classify(self, input: Prompt, **options: Unpack[ClassifyOptions]) -> Classification:
+        """Classes of texts; raises BadRequestError if the model is not a classifier."""
+        return await self._run(calls.post("/classify", Classification, {"input": input}, options))
 
     @overload
     async def infill(
@@ -499,46 +362,26 @@ class AsyncClient:
         input_prefix: str,
         input_suffix: str,
         *,
-        model: str | None = None,
         stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[InfillOptions],
     ) -> Infill: ...
 
     @overload
     async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
+        self, input_prefix: str, input_suffix: str, *, stream: Literal[True], **options: Unpack[InfillOptions]
     ) -> AsyncStream[Infill, Infill]: ...
 
     async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[InfillOptions],
+        self, input_prefix: str, input_suffix: str, *, stream: bool = False, **options: Unpack[InfillOptions]
     ) -> Infill | AsyncStream[Infill, Infill]:
-        """See `Client.infill`. A stream begins with `async with await client.infill(…, stream=True)`."""
-        fixed = {"input_prefix": input_prefix, "input_suffix": input_suffix, "model": model, "timeout": deadline}
-        body = calls.build_body(fixed, options, extra_body)
+        """Text between a prefix and a suffix, by a model trained for it. What exceeds the context is cut.
+
+        The `suffix` of `completions` fills gaps too, without cutting, and with several choices.
+        """
+        path, fields = "/infill", {"input_prefix": input_prefix, "input_suffix": input_suffix}
         if stream:
-            return await self._open_stream(calls.infill_stream(body, timeout))
-        return await self._run(calls.infill(body, timeout))
+            return await self._open_stream(calls.stream(path, Infill, InfillAccumulator, fields, options))
+        return await self._run(calls.post(path, Infill, fields, options))
 
     async def curves(
         self,
@@ -549,20 +392,26 @@ class AsyncClient:
         length: int | None = None,
         group: str | None = None,
     ) -> RotaryCurves:
-        """See `Client.curves`."""
-        fixed = {"rope_scaling": rope_scaling, "positions": list(positions), "distances": list(distances)}
-        return await self._run(calls.curves({**fixed, "length": length, "group": group}))
+        """Cosines and sines at `positions`, and curves over `distances`, under a scaling."""
+        fields = {
+            "rope_scaling": rope_scaling,
+            "positions": positions,
+            "distances": distances,
+            "length": length,
+            "group": group,
+        }
+        return await self._run(calls.post("/v1/rotary/curves", RotaryCurves, fields))
 
     async def cache(self) -> CachePages:
-        """See `Client.cache`."""
-        return await self._run(calls.cache())
+        """The blocks of the cache and the sequences that hold them."""
+        return await self._run(calls.get("/v1/cache", CachePages))
 
     async def attention(
         self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
     ) -> AttentionMap:
-        """See `Client.attention`."""
-        fixed = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
-        return await self._run(calls.attention(fixed))
+        """Attention of one head over a short text. Raises AuthenticationError if the server does not allow it."""
+        fields = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
+        return await self._run(calls.post("/v1/attention", AttentionMap, fields))
 
     async def _run(self, call: Call[T]) -> T:
         return await run_async(self._http, self._flow.run(call))

@@ -1,19 +1,17 @@
-"""Answers of /v1/messages as frozen dataclasses, and the events of their streams.
-
-Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored, fields an older one lacks are None.
-"""
+"""Responses of /v1/messages as frozen dataclasses, and the events of their streams."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.clients._parse import ResponseModel
 from windlass.clients.types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageUsage:
-    """Token counts. input_tokens: those that were not found in the prefix cache."""
+class MessageUsage(ResponseModel):
+    """Token counts. input_tokens: without those from the prefix cache."""
 
     input_tokens: int = 0
     cache_creation_input_tokens: int = 0
@@ -22,8 +20,8 @@ class MessageUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContentBlock:
-    """A block of an answer: `text`, `thinking` or `tool_use`. input: a call's arguments, as far as there are any."""
+class ContentBlock(ResponseModel):
+    """A block of a message: `text`, `thinking` or `tool_use`. input: the arguments of a call."""
 
     type: str
     text: str = ""
@@ -33,12 +31,12 @@ class ContentBlock:
     input: dict[str, Any] = field(default_factory=dict)
 
     def reply(self, content: str, *, is_error: bool = False) -> dict[str, Any]:
-        """The block, of the user's next message, that brings the result of this call back to the model."""
+        """The block of the user's next message that returns the result of this call to the model."""
         result = {"type": "tool_result", "tool_use_id": self.id, "content": content}
         return {**result, "is_error": True} if is_error else result
 
     def to_dict(self) -> dict[str, Any]:
-        """The block as a request takes it."""
+        """The block in the form that a request accepts."""
         if self.type == "tool_use":
             return {"type": self.type, "id": self.id, "name": self.name, "input": self.input}
         if self.type == "thinking":
@@ -47,10 +45,10 @@ class ContentBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """An answer. It may stand among the messages of the next request as it is.
+class Message(ResponseModel):
+    """A message of the assistant. The next request accepts it among its messages.
 
-    stop_reason: end_turn, max_tokens, stop_sequence (then stop_sequence is the one) or tool_use.
+    stop_reason: end_turn, max_tokens, stop_sequence (see the field of that name) or tool_use.
     """
 
     id: str
@@ -65,27 +63,26 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text of all blocks of text."""
+        """The text of all text blocks."""
         return "".join(block.text for block in self.content)
 
     @property
     def reasoning(self) -> str:
-        """What the model thought."""
+        """The text of all thinking blocks."""
         return "".join(block.thinking for block in self.content)
 
     @property
     def calls(self) -> tuple[ContentBlock, ...]:
-        """The calls that the model asks for."""
+        """The tool_use blocks."""
         return tuple(block for block in self.content if block.type == "tool_use")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The message as a request takes it."""
+    def _to_request(self) -> dict[str, Any]:
         return {"role": self.role, "content": [block.to_dict() for block in self.content]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDelta:
-    """What an event adds to a block or, at the end, to the message."""
+class MessageDelta(ResponseModel):
+    """An addition to a block or, at the end, to the message."""
 
     type: str | None = None
     text: str = ""
@@ -96,8 +93,8 @@ class MessageDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageEvent:
-    """An event of a stream. index: of the block that it is about."""
+class MessageEvent(ResponseModel):
+    """An event of a stream. index: of its block."""
 
     type: str
     index: int | None = None
@@ -109,5 +106,5 @@ class MessageEvent:
 
     @property
     def text(self) -> str:
-        """What the event adds to the text of the answer."""
+        """New text of the message in this event."""
         return self.delta.text if self.delta is not None else ""

@@ -1,7 +1,4 @@
-"""What the client takes: prompts, the fields of request bodies by their API names, and when to send again.
-
-Knows field names; knows nothing of HTTP.
-"""
+"""Types of the parameters of the clients: prompts, fields of request bodies by their API names, retries."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ Timeout = float | httpx.Timeout | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When to send a request again: it could not connect, or the server answered 429 or 503. Streams never restart.
+    """Retries of requests that could not connect or were answered with 429 or 503. A stream that has begun is never repeated.
 
-    max_retries: sends after the first. The wait doubles from `first_delay` up to `longest_delay` seconds, each drawn
-    between half of it and all of it; a Retry-After header is honoured instead, up to `longest_retry_after` seconds: a
-    server that asks for more time than that gets no second request, and the error is raised.
+    max_retries: requests after the first. The delay doubles from `first_delay` to `longest_delay` seconds, and each is drawn
+    uniformly between half of it and all of it. A Retry-After header replaces it; above `longest_retry_after` seconds the error
+    is raised instead.
     """
 
     max_retries: int = 2
@@ -38,19 +35,31 @@ class RetryPolicy:
     longest_retry_after: float = 60.0
 
     def delay(self, attempt: int, retry_after: float | None, draw: float) -> float | None:
-        """Seconds to wait after failed send number `attempt` (from 0), None to give up. draw: uniform in [0, 1)."""
+        """Seconds to wait after failed request number `attempt` (from 0), None to give up. draw: uniform in [0, 1)."""
         if attempt >= self.max_retries:
             return None
         if retry_after is not None:
-            # Everybody who was turned away got the same number: spread the second tries.
+            # All refused clients got the same number: spread their next requests.
             return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
-        doubled = self.first_delay * 2.0 ** min(attempt, 1000)  # a higher power is no float
+        doubled = self.first_delay * 2.0 ** min(attempt, 1000)  # a higher power overflows
         return min(self.longest_delay, doubled) * (0.5 + 0.5 * draw)
 
 
-class SharedOptions(TypedDict, total=False):
-    """Body fields of every endpoint that generates, by their API names. None means "not given"."""
+class CallOptions(TypedDict, total=False):
+    """Options of every method that sends a body. A value of None is the same as an absent one.
 
+    timeout: of the transfers of this request, instead of the client's own. extra_body: fields that this client does not know.
+    """
+
+    model: str | None
+    timeout: Timeout
+    extra_body: Mapping[str, Any] | None
+
+
+class SharedOptions(CallOptions, total=False):
+    """Body fields of the endpoints that generate text. deadline: the API's `timeout`, seconds until the server gives up."""
+
+    deadline: float | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -102,7 +111,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class GenerationOptions(SharedOptions, total=False):
-    """Body fields of completions and chats."""
+    """Body fields of /v1/completions and /v1/chat/completions."""
 
     max_tokens: int | None
     max_completion_tokens: int | None
@@ -122,7 +131,7 @@ class GenerationOptions(SharedOptions, total=False):
 
 
 class CompletionOptions(GenerationOptions, total=False):
-    """Body fields of /v1/completions. logprobs: how many alternatives per token."""
+    """Body fields of /v1/completions. logprobs: number of alternatives per token."""
 
     echo: bool | None
     logprobs: int | None
@@ -190,7 +199,7 @@ class ResponseOptions(SharedOptions, total=False):
     prompt_cache_key: str | None
 
 
-class CountOptions(TypedDict, total=False):
+class CountOptions(CallOptions, total=False):
     """Body fields of /v1/messages/count_tokens."""
 
     system: str | Sequence[Mapping[str, Any]] | None
@@ -208,19 +217,7 @@ class MessageOptions(SharedOptions, CountOptions, total=False):
     metadata: Mapping[str, Any] | None
 
 
-class TokenizeOptions(TypedDict, total=False):
-    """Body fields of /tokenize."""
-
-    add_special_tokens: bool | None
-    return_token_strs: bool | None
-    return_offsets: bool | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    tools: Sequence[Mapping[str, Any]] | None
-    chat_template_kwargs: Mapping[str, Any] | None
-
-
-class TemplateOptions(TypedDict, total=False):
+class TemplateOptions(CallOptions, total=False):
     """Body fields of /apply_template."""
 
     add_generation_prompt: bool | None
@@ -229,7 +226,15 @@ class TemplateOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class DetokenizeOptions(TypedDict, total=False):
+class TokenizeOptions(TemplateOptions, total=False):
+    """Body fields of /tokenize."""
+
+    add_special_tokens: bool | None
+    return_token_strs: bool | None
+    return_offsets: bool | None
+
+
+class DetokenizeOptions(CallOptions, total=False):
     """Body fields of /detokenize."""
 
     skip_special_tokens: bool | None
@@ -237,9 +242,10 @@ class DetokenizeOptions(TypedDict, total=False):
     return_token_strs: bool | None
 
 
-class PromptOptions(TypedDict, total=False):
-    """Body fields of every endpoint that generates nothing, by their API names. None means "not given"."""
+class PromptOptions(CallOptions, total=False):
+    """Body fields of the endpoints that generate no text. deadline: see `SharedOptions`."""
 
+    deadline: float | None
     user: str | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
@@ -254,27 +260,27 @@ class PromptOptions(TypedDict, total=False):
 
 
 class ClassifyOptions(PromptOptions, total=False):
-    """Those of `classify`."""
+    """Body fields of /classify."""
 
     use_activation: bool | None
 
 
 class ScoreOptions(PromptOptions, total=False):
-    """Those of `score`. instruction: what pairs are judged by, of a model whose prompt has room for it."""
+    """Body fields of /v1/score. instruction: the criterion, for a model whose prompt has a place for it."""
 
     pooling: str | None
     instruction: str | None
 
 
 class RerankOptions(ScoreOptions, total=False):
-    """Those of `rerank`. max_tokens_per_doc: documents are read to so many."""
+    """Body fields of /v1/rerank. max_tokens_per_doc: documents are cut to this length."""
 
     return_documents: bool | None
     max_tokens_per_doc: int | None
 
 
 class EmbeddingOptions(PromptOptions, total=False):
-    """Those of `embeddings` and `pooling`. encoding_format: how numbers travel, base64 unless said otherwise."""
+    """Body fields of /v1/embeddings. encoding_format: of the numbers in the response, "base64" by default."""
 
     pooling: str | None
     dimensions: int | None
@@ -283,7 +289,7 @@ class EmbeddingOptions(PromptOptions, total=False):
 
 
 class PoolingOptions(EmbeddingOptions, total=False):
-    """Those of `pooling`. task: "embed", "token_embed", "classify" or "token_classify"."""
+    """Body fields of /pooling. task: "embed", "token_embed", "classify" or "token_classify"."""
 
     task: str | None
     use_activation: bool | None

@@ -1,33 +1,30 @@
-"""Answers of /v1/responses as frozen dataclasses, and the events of their streams.
-
-Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored, fields an older one lacks are None.
-"""
+"""Responses of /v1/responses as frozen dataclasses, and the events of their streams."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.clients._parse import loads
+from windlass.clients._parse import ResponseModel, loads
 from windlass.clients.types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputTokensDetails:
+class InputTokensDetails(ResponseModel):
     """cached_tokens: input tokens that came from the prefix cache."""
 
     cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputTokensDetails:
-    """reasoning_tokens: generated tokens up to the end of the thinking."""
+class OutputTokensDetails(ResponseModel):
+    """reasoning_tokens: generated tokens up to the end of the reasoning."""
 
     reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseUsage:
+class ResponseUsage(ResponseModel):
     """Token counts of a response."""
 
     input_tokens: int = 0
@@ -38,8 +35,8 @@ class ResponseUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsePart:
-    """A part of a message or of thinking. logprobs: of a text's tokens, where they were asked for."""
+class ResponsePart(ResponseModel):
+    """A part of a message or of reasoning. logprobs: of the tokens of a text, if requested."""
 
     type: str
     text: str = ""
@@ -47,10 +44,10 @@ class ResponsePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseItem:
-    """An item of a response: `message`, `reasoning` or `function_call`, or of an input also `function_call_output`.
+class ResponseItem(ResponseModel):
+    """An item of a response: `message`, `reasoning` or `function_call`; in an input also `function_call_output`.
 
-    It may stand in the input of the next request as it is. arguments: of a call, JSON text. output: the result of one.
+    The next request accepts it in its input. arguments: JSON text of a call. output: the result of a call.
     """
 
     type: str
@@ -65,20 +62,20 @@ class ResponseItem:
 
     @property
     def text(self) -> str:
-        """The text of a message or of thinking."""
+        """The text of a message or of reasoning."""
         return "".join(part.text for part in self.content or ())
 
     @property
     def values(self) -> Any:
-        """The arguments of a call as values; raises ValueError where they are not JSON, such as cut ones."""
+        """The parsed arguments of a call; raises ValueError if they are not JSON, for example because they were cut short."""
         return loads(self.arguments or "")
 
     def reply(self, output: str) -> dict[str, Any]:
-        """The item that brings the result of this call back to the model."""
+        """The item that returns the result of this call to the model."""
         return {"type": "function_call_output", "call_id": self.call_id, "output": output}
 
     def to_dict(self) -> dict[str, Any]:
-        """The item as a request takes it."""
+        """The item in the form that a request accepts."""
         plain = {"id": self.id, "role": self.role, "call_id": self.call_id, "name": self.name}
         given: dict[str, Any] = {**plain, "arguments": self.arguments, "output": self.output}
         if self.content is not None:
@@ -89,7 +86,7 @@ class ResponseItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class Response(ResponseModel):
     """A response. status: completed, incomplete (see incomplete_details) or failed (see error)."""
 
     id: str
@@ -113,18 +110,18 @@ class Response:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought."""
+        """The text of all reasoning items."""
         return "".join(item.text for item in self.output if item.type == "reasoning")
 
     @property
     def calls(self) -> tuple[ResponseItem, ...]:
-        """The calls that the model asks for."""
+        """The function_call items."""
         return tuple(item for item in self.output if item.type == "function_call")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseEvent:
-    """An event of a stream. delta: a piece of text, thinking or arguments, as the type says."""
+class ResponseEvent(ResponseModel):
+    """An event of a stream. delta: a piece of text, reasoning or arguments, depending on the type."""
 
     type: str
     sequence_number: int = 0
@@ -137,13 +134,13 @@ class ResponseEvent:
 
     @property
     def text(self) -> str:
-        """What the event adds to the text of the answer."""
+        """New text of the response in this event."""
         return self.delta or "" if self.type == "response.output_text.delta" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseItems:
-    """A page of the items that a response answered."""
+class ResponseItems(ResponseModel):
+    """A page of the input items of a response."""
 
     data: tuple[ResponseItem, ...]
     first_id: str | None = None

@@ -1,86 +1,71 @@
-"""Server-sent events from bytes (WHATWG HTML, section 9.2.6). Does no input or output and knows nothing of JSON."""
+"""Server-sent events decoded from bytes as they arrive (WHATWG HTML, section 9.2.6)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import codecs
 
-MAX_EVENT_BYTES = 64 * 1024 * 1024
+from httpx_sse import ServerSentEvent
 
+# Private names: the public `EventSource` reads a whole httpx response. It neither takes bytes nor stops at [DONE].
+from httpx_sse._decoders import SSEDecoder as FieldDecoder
+from httpx_sse._decoders import SSELineDecoder
 
-@dataclass(frozen=True, slots=True)
-class ServerSentEvent:
-    """One event. `data`: its data lines joined by line feeds."""
-
-    data: str
-    event: str = "message"
-    id: str | None = None
+MAX_EVENT_CHARS = 64 * 1024 * 1024
 
 
 class SSEDecoder:
-    """Feed it bytes as they come, cut anywhere; it gives the events that are complete.
+    """httpx-sse's decoder for bytes that are cut anywhere.
 
-    An event that is not ended by an empty line when the bytes end does not count, as the standard says. Raises ValueError
-    for an event above `max_event_bytes`.
+    An event without a final empty line is never returned, as the standard requires. Raises ValueError for an event of more than
+    `max_event_chars` characters.
     """
 
-    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
-        self._max_bytes = max_event_bytes
-        self._partial: list[bytes] = []
-        self._size = 0  # bytes of the unfinished event
+    def __init__(self, max_event_chars: int = MAX_EVENT_CHARS) -> None:
+        self._max_chars = max_event_chars
+        self._text = codecs.getincrementaldecoder("utf-8-sig")("replace")
+        self._lines = SSELineDecoder()
+        self._fields = FieldDecoder()
         self._after_cr = False
-        self._at_start = True
-        self._data: list[str] = []
-        self._event = ""
-        self._last_id: str | None = None
+        self._has_data = False
+        self._size = 0  # characters in the finished lines of the current event
+        self._pending = 0  # characters in the unfinished line
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """Events completed by these bytes, in order."""
-        if not chunk:
+        """Return the events completed by `chunk`, in order."""
+        text = self._text.decode(chunk)
+        if self._after_cr and text.startswith("\n"):  # the second half of a CRLF
+            text, self._after_cr = text[1:], False
+        if not text:
             return []
-        if self._after_cr and chunk.startswith(b"\n"):  # the second half of a CRLF
-            chunk = chunk[1:]
-        self._after_cr = chunk.endswith(b"\r") if chunk else False
-        lines = chunk.splitlines()  # of bytes: at CRLF, LF and CR only
-        unfinished = lines.pop() if lines and not chunk.endswith((b"\n", b"\r")) else b""
-        events: list[ServerSentEvent] = []
-        for line in lines:
-            self._count_bytes(len(line))
-            if self._partial:
-                line = b"".join([*self._partial, line])
-                self._partial.clear()
-            event = self._process_line(line)
-            if event is not None:
+        self._after_cr = text.endswith("\r")
+        if self._after_cr:
+            text += "\n"  # otherwise SSELineDecoder holds the line back until the next chunk
+        events = []
+        for line in self._lines.decode(text):
+            event = self._fields.decode(line)
+            if line:
+                self._add_line(line)
+                continue
+            # httpx-sse also returns events without data, such as one for each comment that follows an `id`.
+            if self._has_data and event is not None:
                 events.append(event)
-        if unfinished:
-            self._count_bytes(len(unfinished))
-            self._partial.append(unfinished)
+            self._has_data, self._size = False, 0
+        if text[-1] == "\n":
+            self._pending = 0
+        else:
+            end_of_lines = max(text.rfind("\n"), text.rfind("\r")) + 1
+            self._pending = len(text) - end_of_lines + (0 if end_of_lines else self._pending)
+            self._check_size(self._size + self._pending)
         return events
 
-    def _count_bytes(self, count: int) -> None:
-        self._size += count
-        if self._size > self._max_bytes:
-            raise ValueError(f"an event of the stream holds more than {self._max_bytes} bytes")
+    def _add_line(self, line: str) -> None:
+        self._size += len(line)
+        self._check_size(self._size)
+        if line.startswith("data:") or line == "data":
+            self._has_data = True
+        elif line[0] == ":" and not self._has_data:
+            self._size = 0  # comments may keep a connection alive for any length of time
 
-    def _process_line(self, raw: bytes) -> ServerSentEvent | None:
-        line = raw.decode("utf-8", "replace")
-        if self._at_start:
-            self._at_start = False
-            line = line.removeprefix("\ufeff")
-        if not line:
-            return self._dispatch()
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "data":
-            self._data.append(value)
-        elif field == "event":
-            self._event = value
-        elif field == "id" and "\0" not in value:
-            self._last_id = value
-        elif not field and not self._data:
-            self._size = 0  # comments keep a connection alive for as long as it takes
-        return None
-
-    def _dispatch(self) -> ServerSentEvent | None:
-        data, event = self._data, self._event
-        self._data, self._event, self._size = [], "", 0
-        return ServerSentEvent("\n".join(data), event or "message", self._last_id) if data else None
+    def _check_size(self, size: int) -> None:
+        if size > self._max_chars:
+            raise ValueError(f"an event of the stream has more than {self._max_chars} characters")

@@ -1,4 +1,4 @@
-"""What the commands of both distributions share: running one, its streams, signals, files and progress display."""
+"""Common parts of the commands of both distributions: exit codes, standard streams, signals, files, progress display."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class CommandError(Exception):
-    """An option, an argument or a file is at fault; the message is one line that says what to change."""
+    """An invalid option, argument or file. The message is one line that names the problem and its solution."""
 
 
 def print_status(line: str) -> None:
-    """One line on standard error. Where it cannot be written, on a full disk or into a closed pipe, work goes on without it."""
+    """Print a line on standard error. A failure, such as a full disk or a closed pipe, is ignored."""
     if sys.stderr is None:  # print would take standard output
         return
     with contextlib.suppress(OSError):
@@ -35,9 +35,9 @@ def print_status(line: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where the command was started with a stream closed, as by `2>&-`.
+    """Open /dev/null for each standard stream that was closed at the start, as by `2>&-`.
 
-    Else the next file or socket would get its number, and be read or written by whoever means the stream.
+    Otherwise the next file or socket would get its number, and users of the stream would read or write that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
@@ -59,32 +59,32 @@ def _is_open(number: int) -> bool:
 
 
 def is_output_closed(error: OSError) -> bool:
-    """Whether an error tells of standard output that it is a closed pipe, or a terminal that is gone."""
+    """Whether an error means that standard output is a closed pipe or a closed terminal."""
     if isinstance(error, BrokenPipeError):
         return True
     if error.errno != errno.EIO or sys.stdout is None:
         return False
     try:
         os.get_terminal_size(sys.stdout.fileno())
-    except OSError as refused:  # of a disk that cannot be read, say, it would be that there is no terminal
+    except OSError as refused:  # ENOTTY if the error came from a file
         return refused.errno == errno.EIO
     return False
 
 
 def discard_output() -> None:
-    """Nothing is left to be flushed at the end."""
+    """Redirect standard output to /dev/null, so that the final flush does not fail."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stderr_is_terminal() -> bool:
-    """Whether standard error is a terminal. The host of a library may have none."""
+    """Whether standard error is a terminal. The host of a library may have no standard error."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
-    """The first ctrl-C or SIGTERM sets `stop` and is put into `received`; a second one ends the program."""
+    """Set `stop` and append to `received` at the first ctrl-C or SIGTERM; a second one ends the program."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -114,7 +114,7 @@ def stop_on_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iter
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path] | None = None) -> None:
-    """Raise CommandError for a file that cannot be written, and for two options that name the same file.
+    """Raise CommandError for a file that cannot be written, and for two options with the same file.
 
     outputs: the file of each option, None if it was not given. inputs: files that are read, which no output may replace.
     """
@@ -126,11 +126,11 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]
         if target.is_dir():
             raise CommandError(f"cannot write {option} {path}: it is a directory, give the name of a file")
         if not target.parent.is_dir():
-            raise CommandError(f"cannot write {option} {path}: {target.parent} is no directory")
+            raise CommandError(f"cannot write {option} {path}: {target.parent} is not a directory")
         if not os.access(target if target.exists() else target.parent, os.W_OK):
             raise CommandError(f"cannot write {option} {path}: no permission")
         if target in taken:
-            raise CommandError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
+            raise CommandError(f"{taken[target]} and {option} are both {path}: give each its own file")
         taken[target] = option
 
 
@@ -143,7 +143,7 @@ def write_output(path: Path, text: str) -> None:
 
 
 def version_option(line: str) -> Any:
-    """The option --version, short -V: prints the line and ends the program."""
+    """The option --version or -V, which prints the line and ends the program."""
 
     def print_version(requested: bool) -> None:
         if requested:
@@ -214,12 +214,10 @@ class LoadingDisplay:
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 _SWITCH_PREFIX = re.compile(r"^--(no-|disable-)?(enable-)?")
-
 _UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
+_CUTOFF = 0.75  # common characters: "prot" is similar to "port", "ctx-size" is not similar to "block-size"
 
-_CUTOFF = 0.75  # share of characters that agree: "prot" is near "port", "ctx-size" is not near "block-size"
-
-# What only writing meets.
+# Errors that only writing raises.
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -231,22 +229,21 @@ def run_app(
     translate: Callable[[str], str] = str,
     find_replacement: Callable[[Any, str], str | None] = lambda context, name: None,
 ) -> int:
-    """Run one command and return the exit code; errors are one line on standard error.
+    """Run a command and return its exit code; errors are one line on standard error.
 
-    name: what the program is called in its help. arguments: None for those of the process. errors: classes whose
-    messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
-    words: puts such a message into the program's own words. elsewhere: what to say of an option or a command that the command
-    (of this context) has not, where other programs have it.
+    name: of the program in its help. arguments: None for those of the process. errors: classes that are user errors like
+    CommandError, with exit code 2. translate: applied to the messages of user errors. find_replacement: given the context of a
+    command and an unknown option or command, the advice for users of other programs, or None.
     """
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # not every console's encoding has every sign
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has every character
     given = None if arguments is None else list(arguments)
     user_errors: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
         code = app(args=given, prog_name=name, standalone_mode=False)
         if sys.stdout is not None:
-            sys.stdout.flush()  # else the interpreter meets what is wrong with it when nobody can tell any more
+            sys.stdout.flush()  # here, because errors can no longer be reported at the exit of the interpreter
         return code if isinstance(code, int) else 0
     except _ClickError as error:
         return _usage_error(error, sys.argv[1:] if given is None else given, find_replacement)
@@ -257,7 +254,7 @@ def run_app(
     except OSError as error:
         if is_output_closed(error):
             discard_output()
-            return 1  # as click ends where it meets a closed pipe first
+            return 1  # the exit code of click for a closed pipe
         if error.errno not in _DISK_FULL_ERRNOS:
             raise
         discard_output()
@@ -273,7 +270,7 @@ def _usage_error(error: Any, arguments: Sequence[str], find_replacement: Callabl
     message: str = error.format_message()
     if type(error).__name__ == "NoSuchOption":
         name = error.option_name
-        if len(name) == 2:  # of -ngl, it is -n that there is not
+        if len(name) == 2:  # click reports -n for -ngl
             name = next((given for given in arguments if given.startswith(name)), name)
         suggestion = (
             find_replacement(context, name) or _suggest_argument(context, name) or _suggest_option(context, name)
@@ -285,7 +282,7 @@ def _usage_error(error: Any, arguments: Sequence[str], find_replacement: Callabl
 
 
 def _suggest_argument(context: Any, name: str) -> str | None:
-    """That an argument of the command is meant: it stands without its name."""
+    """Advice for an argument of the command that was given like an option."""
     for parameter in context.command.params:
         if parameter.param_type_name == "argument" and parameter.name == name.removeprefix("--").replace("-", "_"):
             return f"give it without an option, as {parameter.metavar or parameter.name.upper()}"
@@ -293,7 +290,7 @@ def _suggest_argument(context: Any, name: str) -> str | None:
 
 
 def _suggest_option(context: Any, name: str) -> str | None:
-    """The nearest option in a question. Only what switches off is near to one that does: never --no-x to --enable-x."""
+    """The most similar option, as a question. An option that disables something is only replaced by another such one."""
     off = name.startswith(("--no-", "--disable-"))
     options = [
         option for parameter in context.command.params for option in (*parameter.opts, *parameter.secondary_opts)

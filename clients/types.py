@@ -1,19 +1,22 @@
-"""Responses as frozen dataclasses."""
+"""Responses as frozen dataclasses.
+
+Unknown fields of a newer server are ignored; fields that an older one lacks have their default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from windlass.clients._parse import loads
+from windlass.clients._parse import ResponseModel, loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryChosen:
-    """What `auto` chose a scaling by. length: tokens it was chosen for, None where it follows the text as that grows.
+class RotaryChosen(ResponseModel):
+    """The automatic choice of a scaling. length: tokens it was chosen for, None if it follows the growing text.
 
-    up_to: tokens for which the choice is the same, None for any longer text. profile: that of the operator's ladder.
+    up_to: longest text, in tokens, with the same choice; None without a limit. profile: the chosen one of the operator's ladder.
     """
 
     length: int | None = None
@@ -22,8 +25,12 @@ class RotaryChosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryGroup:
-    """The rotary scaling of one group of layers. fingerprint: equal for equal frequencies and factors of the group."""
+class RotaryGroup(ResponseModel):
+    """The rotary scaling of one rotary group. parameters: its fields, rope_theta included.
+
+    effective_length: tokens for which the frequencies were computed, None for kinds that do not depend on length. fingerprint:
+    equal for equal frequencies and factors.
+    """
 
     rope_type: str
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -32,12 +39,13 @@ class RotaryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextUse:
-    """What became of an answer's context; None where it does not apply.
+class ContextUse(ResponseModel):
+    """How the context of a request was used; fields that do not apply are None.
 
-    window: tokens that were held at most where the oldest are dropped; kept_tokens: leading ones that stayed; dropped_tokens
-    in so many shifts. attention_window, attention_sinks: what each token saw. dropped_turns: oldest turns left out of the
-    chat. reused_tokens, reused_passages: taken from passages that stood elsewhere.
+    window: the limit in tokens beyond which the oldest are dropped. kept_tokens: leading tokens that were retained.
+    dropped_tokens, shifts: tokens that context shifts dropped, and the number of shifts. attention_window, attention_sinks: the
+    limits of each token's attention. dropped_turns: oldest turns left out of the chat. reused_tokens, reused_passages: taken
+    from cached passages at other positions.
     """
 
     window: int | None = None
@@ -52,20 +60,15 @@ class ContextUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotary:
-    """The rotary scaling an answer ran under. parameters: its fields, theta included.
+class Rotary(RotaryGroup):
+    """The rotary scaling of a response.
 
-    policy: frozen, recompute or rotate. effective_length: tokens the frequencies were formed for, None for kinds that
-    do not depend on length. fingerprint: equal for equal frequencies and factors. moves: how often the cached
-    keys were re-rotated. groups: the same for each group of layers, where a model has several. context: where
-    anything may be dropped. auto: where the scaling was chosen by length.
+    policy: frozen, recompute or rotate. moves: number of times that the cached keys were re-rotated. groups: the scaling of each
+    rotary group, if the model has several. context: present if tokens may be dropped or reused. auto: present if the scaling was
+    chosen by length.
     """
 
-    rope_type: str
-    parameters: dict[str, Any] = field(default_factory=dict)
     policy: str | None = None
-    effective_length: float | None = None
-    fingerprint: str | None = None
     moves: int = 0
     groups: dict[str, RotaryGroup] | None = None
     context: ContextUse | None = None
@@ -73,11 +76,11 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotarySettings:
-    """What /v1/rotary tells. profiles: scalings a request may name. policy: what requests may set: allow, profiles, off.
+class RotarySettings(ResponseModel):
+    """Response of /v1/rotary. profiles: scalings by name. policy: what requests may set: allow, profiles or off.
 
-    rope_update: of requests that set none; None: each kind's own. rope_exact: whether they may ask for it. auto: what
-    `rope_scaling="auto"` chooses from.
+    rope_update: default of requests; None: that of each kind. rope_exact: whether requests may set `exact`. auto: the choices of
+    `rope_scaling="auto"`.
     """
 
     model: dict[str, Any]
@@ -91,31 +94,26 @@ class RotarySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryInspectionGroup:
-    """What a scaling means for one group of layers. inv_freq: radians per token, one per rotated pair.
+class RotaryInspectionGroup(RotaryGroup):
+    """The effect of a scaling on one rotary group. inv_freq: radians per token, one per rotated pair.
 
-    wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
-    effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length. distances: how far
-    keys seem, where the kind changes that: chunk_size, local_size, log_n_length.
+    wavelengths: tokens per turn, None for a pair that never turns. attention_factor: multiplies cosines and sines. distances:
+    chunk_size, local_size and log_n_length of distance-based attention.
     """
 
-    rope_type: str
     inv_freq: tuple[float, ...]
     wavelengths: tuple[float | None, ...] = ()
-    parameters: dict[str, Any] = field(default_factory=dict)
     attention_factor: float = 1.0
     softmax_scale: float = 1.0
     distances: dict[str, int] | None = None
-    fingerprint: str | None = None
-    effective_length: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryInspection(RotaryInspectionGroup):
-    """What a scaling means for the served model: the main group of layers, and all of them where there are several.
+    """The effect of a scaling on the served model: on its main rotary group, and in `groups` on each if there are several.
 
-    fingerprint: of all groups together. policy: frozen, recompute or rotate. length: what was asked about, in tokens.
-    auto: what the scaling was chosen by, where it was.
+    fingerprint: of all groups together. policy: frozen, recompute or rotate. length: of the request in question, in tokens.
+    auto: present if the scaling was chosen by length.
     """
 
     policy: str | None = None
@@ -125,11 +123,11 @@ class RotaryInspection(RotaryInspectionGroup):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryCurves:
-    """What the frequencies of one group of layers come to. cos, sin: a row a position, a column a rotated pair.
+class RotaryCurves(ResponseModel):
+    """Curves of the frequencies of one rotary group. cos, sin: one row per position, one column per rotated pair.
 
-    slow_pairs: pairs that turn less than once within trained_length tokens. decay_bound: RoFormer's, mean_cosine: the score of
-    equal vectors of ones, both by distance and over their values at 0.
+    slow_pairs: pairs that turn less than once within trained_length tokens. decay_bound: the bound of RoFormer's paper,
+    mean_cosine: the score of two vectors of ones; both by distance and relative to distance 0.
     """
 
     group: str
@@ -148,25 +146,25 @@ class RotaryCurves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionCall:
-    """A function to be called. arguments: JSON text, as the model wrote it."""
+class FunctionCall(ResponseModel):
+    """A function call. arguments: JSON text as the model wrote it."""
 
     name: str = ""
     arguments: str = ""
 
     @property
     def values(self) -> Any:
-        """The arguments as values, an object as a dict; raises ValueError where they are not JSON, such as cut ones."""
+        """The parsed arguments; raises ValueError if they are not JSON, for example because they were cut short."""
         return loads(self.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call of a tool that the assistant asks for."""
+class ToolCall(ResponseModel):
+    """A tool call of the assistant."""
 
-    function: FunctionCall
     id: str = ""
     type: str = "function"
+    function: FunctionCall
 
     @property
     def name(self) -> str:
@@ -174,13 +172,13 @@ class ToolCall:
         return self.function.name
 
     def reply(self, content: str) -> dict[str, Any]:
-        """The message that brings this call's result back to the model."""
+        """The message that returns the result of this call to the model."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallDelta:
-    """What a chunk adds to one call. The first one bears id and name; arguments come in pieces."""
+class ToolCallDelta(ResponseModel):
+    """An addition to a tool call. The first one has id and name; arguments arrive in pieces."""
 
     index: int = 0
     id: str | None = None
@@ -189,11 +187,11 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """What the assistant said. It may stand among the messages of the next request as it is.
+class ChatMessage(ResponseModel):
+    """A message of the assistant. The next request accepts it among its messages.
 
-    reasoning_content: what it thought before, where the server tells the two apart. tool_calls: what it asks for;
-    function_call: the same to a request with `functions`.
+    reasoning_content: the reasoning before the content, if the server separates the two. function_call: the call of a request
+    with `functions`.
     """
 
     role: str = "assistant"
@@ -206,34 +204,24 @@ class ChatMessage:
 
     @property
     def parsed(self) -> Any:
-        """The content as the `answer_type` that was asked for; None without one, and where the turn calls tools instead.
+        """The content as the requested `answer_type`; None without one, and if the message calls tools instead.
 
-        Raises ValueError where the content does not hold: it was cut short (`finish_reason` "length"), mostly.
+        Raises ValueError for content that does not match, mostly because it was cut short (`finish_reason` "length").
         """
-        return (
-            None
-            if self._parse_content is None or (not self.content and self.tool_calls)
-            else self._parse_content(self.content or "")
-        )
+        if self._parse_content is None or (not self.content and self.tool_calls):
+            return None
+        return self._parse_content(self.content or "")
 
     def to_dict(self) -> dict[str, Any]:
-        """The message as a request takes it."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls is not None:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": _function_dict(call.function)}
-                for call in self.tool_calls
-            ]
-        if self.function_call is not None:
-            message["function_call"] = _function_dict(self.function_call)
-        return message
+        """The message in the form that a request accepts: with a content of None, without a refusal."""
+        fields = ResponseModel.to_dict(self)  # super() does not work in a dataclass with slots
+        fields.pop("refusal", None)
+        return {"role": self.role, "content": self.content, **fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    """What a chunk adds to the message; the first one bears the role."""
+class ChatDelta(ResponseModel):
+    """An addition to a message; the first one has the role."""
 
     role: str | None = None
     content: str | None = None
@@ -243,26 +231,22 @@ class ChatDelta:
     refusal: str | None = None
 
 
-def _function_dict(call: FunctionCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": call.arguments}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTokensDetails:
+class PromptTokensDetails(ResponseModel):
     """cached_tokens: prompt tokens that came from the prefix cache."""
 
     cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionTokensDetails:
-    """reasoning_tokens: generated tokens up to the end of the thinking."""
+class CompletionTokensDetails(ResponseModel):
+    """reasoning_tokens: generated tokens up to the end of the reasoning."""
 
     reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(ResponseModel):
     """Token counts of a request."""
 
     prompt_tokens: int = 0
@@ -273,8 +257,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
-    """Log-probabilities of a completion: parallel lists, one entry per token."""
+class Logprobs(ResponseModel):
+    """Log-probabilities of a completion, one entry per token in each list."""
 
     tokens: tuple[str, ...] = ()
     token_logprobs: tuple[float | None, ...] = ()
@@ -283,7 +267,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopLogprob:
+class TopLogprob(ResponseModel):
     """One alternative at a position. bytes: the token's own UTF-8 bytes."""
 
     token: str
@@ -292,7 +276,7 @@ class TopLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(ResponseModel):
     """A generated token of a chat and its most likely alternatives."""
 
     token: str
@@ -302,17 +286,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatLogprobs:
+class ChatLogprobs(ResponseModel):
     """Log-probabilities of a chat choice, one entry per token."""
 
     content: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionChoice:
-    """One answer, or in a stream its new part. stop_reason: the stop string or token id that ended it.
+class CompletionChoice(ResponseModel):
+    """A choice of a completion, or its addition in a chunk. stop_reason: the stop string or token id that ended it.
 
-    rotary: where the choices of an answer differ in it.
+    rotary: present if the choices of a response differ in it.
     """
 
     index: int
@@ -327,16 +311,22 @@ class CompletionChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """The answer of /v1/completions. rotary: the first choice's. request_id: the `x-request-id` of the answer."""
+class _Generated(ResponseModel):
+    """Common fields of completions, chats and their chunks. rotary: of the first choice; in a chunk, of the choice that ends."""
 
     id: str
-    choices: tuple[CompletionChoice, ...]
     model: str = ""
     system_fingerprint: str | None = None
     created: int = 0
     usage: Usage | None = None
     rotary: Rotary | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(_Generated):
+    """Response of /v1/completions. request_id: its `x-request-id`."""
+
+    choices: tuple[CompletionChoice, ...]
     request_id: str | None = None
 
     @property
@@ -346,19 +336,10 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionChunk:
-    """One event of a streamed completion. The usage chunk, where asked for, has no choices.
+class CompletionChunk(_Generated):
+    """An event of a streamed completion. The one with the usage has no choices."""
 
-    rotary: of the choice that ends in this chunk.
-    """
-
-    id: str
     choices: tuple[CompletionChoice, ...] = ()
-    model: str = ""
-    system_fingerprint: str | None = None
-    created: int = 0
-    usage: Usage | None = None
-    rotary: Rotary | None = None
 
     @property
     def text(self) -> str:
@@ -367,8 +348,8 @@ class CompletionChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatChoice:
-    """One answer. stop_reason: the stop string or token id that ended it. rotary: where the choices differ in it."""
+class ChatChoice(ResponseModel):
+    """A choice of a chat. stop_reason: the stop string or token id that ended it. rotary: present if the choices differ in it."""
 
     index: int
     message: ChatMessage
@@ -380,8 +361,8 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatChunkChoice:
-    """What a chunk adds to one choice."""
+class ChatChunkChoice(ResponseModel):
+    """An addition to a choice of a chat."""
 
     index: int
     delta: ChatDelta
@@ -392,18 +373,12 @@ class ChatChunkChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletion:
-    """The answer of /v1/chat/completions. rotary: the first choice's. request_id: the `x-request-id` of the answer."""
+class ChatCompletion(_Generated):
+    """Response of /v1/chat/completions. request_id: its `x-request-id`."""
 
-    id: str
     choices: tuple[ChatChoice, ...]
-    model: str = ""
-    system_fingerprint: str | None = None
-    created: int = 0
-    usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
-    rotary: Rotary | None = None
     request_id: str | None = None
 
     @property
@@ -413,36 +388,27 @@ class ChatCompletion:
 
     @property
     def reasoning(self) -> str:
-        """What the first choice thought before it answered."""
+        """Reasoning of the first choice."""
         return (self.choices[0].message.reasoning_content or "") if self.choices else ""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that the first choice asks for."""
+        """Tool calls of the first choice."""
         return (self.choices[0].message.tool_calls or ()) if self.choices else ()
 
     @property
     def parsed(self) -> Any:
-        """The first choice as the `answer_type` that was asked for; see `ChatMessage.parsed`."""
+        """The first choice as the requested `answer_type`; see `ChatMessage.parsed`."""
         return self.choices[0].message.parsed if self.choices else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletionChunk:
-    """One event of a streamed chat. The usage chunk, where asked for, has no choices.
+class ChatCompletionChunk(_Generated):
+    """An event of a streamed chat. The one with the usage has no choices."""
 
-    rotary: of the choice that ends in this chunk.
-    """
-
-    id: str
     choices: tuple[ChatChunkChoice, ...] = ()
-    model: str = ""
-    system_fingerprint: str | None = None
-    created: int = 0
-    usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
-    rotary: Rotary | None = None
 
     @property
     def text(self) -> str:
@@ -451,28 +417,26 @@ class ChatCompletionChunk:
 
     @property
     def reasoning(self) -> str:
-        """New thinking of the first choice in this chunk."""
+        """New reasoning of the first choice in this chunk."""
         return (self.choices[0].delta.reasoning_content or "") if self.choices else ""
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """What this chunk adds to the calls of the first choice."""
+        """Additions of this chunk to the tool calls of the first choice."""
         return (self.choices[0].delta.tool_calls or ()) if self.choices else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A served model. max_model_len: tokens its context holds, prompt and answer together.
+class Model(ResponseModel):
+    """A served model. max_model_len: length of its context in tokens, prompt and answer together.
 
-    context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
-    `cache_reuse`), and `shift_context`, `max_total_tokens`, `shift_refusal` and `reuse_refusal`. parent, adapter: of a LoRA
-    adapter the model that it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate,
-    infill (a `suffix`), embed, score, classify, token_classify. scored_by: what scores of pairs come from: "answer", "head" or
-    "vectors".
-    rotary_auto: what `rope_scaling="auto"` chooses from: whether it is the `default`, and `steps`.
-    embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels`, `activation` and `per_token` of one that
-    classifies.
-    template: whether its chat template knows `tools`, `calls` and the role `developer`, and how it thinks; None without one.
+    context: defaults of requests (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`, `cache_reuse`), and
+    `shift_context`, `max_total_tokens`, `shift_refusal` and `reuse_refusal`. parent, adapter: for a LoRA adapter, its base model,
+    and its `rank`, `targets` and `num_bytes`. tasks: generate, infill (accepts a `suffix`), embed, score, classify,
+    token_classify. scored_by: source of the scores of pairs: "answer", "head" or "vectors". rotary_auto: choices of
+    `rope_scaling="auto"`: `steps`, and whether it is the `default`. embedding: `dimensions`, `pooling` and `normalize` of its
+    vectors. classes: `labels`, `activation` and `per_token` of a classifier. template: whether the chat template supports
+    `tools`, `calls` and the role `developer`, and its reasoning; None without a template.
     """
 
     id: str
@@ -504,8 +468,8 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenization:
-    """Token ids of a text. offsets: per token its [start, end) in characters of the text."""
+class Tokenization(ResponseModel):
+    """Token ids of a text. offsets: [start, end) of each token in characters of the text."""
 
     count: int
     tokens: tuple[int, ...]
@@ -515,8 +479,8 @@ class Tokenization:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detokenization:
-    """Text of token ids. offsets: per token what it adds, [start, end) in characters. token_strs: the text of each alone."""
+class Detokenization(ResponseModel):
+    """Text of token ids. offsets: [start, end) of each token in characters. token_strs: the text of each token alone."""
 
     prompt: str
     offsets: tuple[tuple[int, int], ...] | None = None
@@ -524,13 +488,13 @@ class Detokenization:
 
     @property
     def text(self) -> str:
-        """The text, by the name that the other answers use."""
+        """The text, by the name that other responses use."""
         return self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """What /health or /ready answered: `ok` for 200. status, degraded: in the server's words."""
+class Health(ResponseModel):
+    """Response of /health or /ready. ok: whether the HTTP status was 200."""
 
     ok: bool
     status: str = ""
@@ -538,8 +502,8 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InfillTimings:
-    """How long it took, in milliseconds. cache_n, prompt_n: tokens of the prompt from the cache, and computed."""
+class InfillTimings(ResponseModel):
+    """Times in milliseconds. cache_n, prompt_n: cached and computed tokens of the prompt."""
 
     cache_n: int = 0
     prompt_n: int = 0
@@ -549,11 +513,11 @@ class InfillTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Infill:
-    """What fills a gap, or a piece of it in a stream. stop: whether the answer ends here.
+class Infill(ResponseModel):
+    """Response of /infill, or an event of its stream. stop: whether the text ends here.
 
     stop_type: "eos", "word" (a stop string, `stopping_word`) or "limit" (of tokens, time or indentation).
-    truncated: whether any of what was given did not fit. tokens: ids, where `return_tokens` asked for them.
+    truncated: whether a part of the input did not fit. tokens: token ids, if `return_tokens` was set.
     """
 
     content: str = ""
@@ -572,68 +536,12 @@ class Infill:
     request_id: str | None = None
 
 
-class InfillAccumulator:
-    """Events of /infill, put together. The names are those of a stream."""
-
-    final_event = "the event with stop: true"
-    reasoning = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    parsed = None
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.num_started = 0
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._last: Infill | None = None
-
-    def add(self, chunk: Infill) -> None:
-        """Take what an event brings."""
-        self.num_started = 1
-        self._pieces.append(chunk.content)
-        self._tokens += chunk.tokens
-        self._last, self.ended = chunk, chunk.stop
-
-    @property
-    def text(self) -> str:
-        """What came so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    @property
-    def finish_reasons(self) -> dict[int, str]:
-        """How it ended, once it has."""
-        return {0: self._last.stop_type or ""} if self._last is not None and self.ended else {}
-
-    @property
-    def usage(self) -> Usage | None:
-        """The counts so far, in the names of chats."""
-        last = self._last
-        if last is None:
-            return None
-        return Usage(
-            prompt_tokens=last.tokens_evaluated,
-            completion_tokens=last.tokens_predicted,
-            total_tokens=last.tokens_evaluated + last.tokens_predicted,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=last.tokens_cached),
-        )
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """What it ran under, once it has ended."""
-        return None if self._last is None else self._last.rotary
-
-    def result(self, request_id: str | None) -> Infill:
-        """The whole answer."""
-        assert self._last is not None
-        return replace(self._last, content=self.text, tokens=tuple(self._tokens), request_id=request_id)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroup:
-    """The pages of one KV group, by cells of `blocks_per_cell` blocks; see `CachePages` in the server's description. states: its
-    blocks are no pages, but what layers carry of a sequence from token to token."""
+class CacheGroup(ResponseModel):
+    """Blocks of one KV group in cells of `blocks_per_cell` blocks; see `CachePages` in the OpenAPI document.
+
+    states: whether the blocks hold recurrent states instead of keys and values.
+    """
 
     num_blocks: int
     num_shown: int
@@ -647,8 +555,8 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSequence:
-    """A running sequence: its tokens, those of its prompt, those found in the cache, and what moved in it."""
+class CacheSequence(ResponseModel):
+    """Numbers of tokens, blocks and context shifts of a running sequence."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -659,8 +567,8 @@ class CacheSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachePages:
-    """The cache as it is now. time: seconds on a clock that only goes forward. counters: by their names in the metrics."""
+class CachePages(ResponseModel):
+    """Current contents of the cache. time: seconds of a monotonic clock. counters: by metric name."""
 
     time: float
     block_size: int
@@ -671,10 +579,10 @@ class CachePages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMap:
-    """What one head attends to: row i of weights (after the softmax) and scores (before it) has the tokens 0 to i.
+class AttentionMap(ResponseModel):
+    """Attention of one head. Row i of weights (after the softmax) and scores (before it) has the tokens 0 to i.
 
-    None: a token that it cannot see. *_by_distance: means by how many places back a token stands.
+    None marks a token outside the attention window. *_by_distance: means by distance between query and key.
     """
 
     layer: int
@@ -691,82 +599,80 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedText:
-    """The vector of one text. index: its place in the input."""
+class _Pooled(ResponseModel):
+    """Fields of the responses of endpoints that generate no text."""
+
+    id: str = ""
+    model: str = ""
+    usage: Usage = field(default_factory=Usage)
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedText(ResponseModel):
+    """The vector of one text. index: its position in the input."""
 
     index: int
     embedding: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embeddings:
-    """A vector for each text, in order."""
+class Embeddings(_Pooled):
+    """Response of /v1/embeddings, in the order of the texts."""
 
-    id: str = ""
-    model: str = ""
     data: tuple[EmbeddedText, ...]
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
 
     @property
     def vectors(self) -> list[tuple[float, ...]]:
-        """The vectors alone."""
+        """The vectors without their index."""
         return [item.embedding for item in self.data]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextStates:
-    """Hidden states of one text. rows: one, or with `pooling` "all" one for each token."""
+class TextStates(ResponseModel):
+    """Hidden states of one text. rows: one, or with `pooling` "all" one per token."""
 
     index: int
     rows: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PooledStates:
-    """Hidden states of each text, in order."""
+class PooledStates(_Pooled):
+    """Response of /pooling, in the order of the texts."""
 
-    id: str = ""
-    model: str = ""
     data: tuple[TextStates, ...]
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPair:
-    """How well one pair goes together."""
+class ScoredPair(ResponseModel):
+    """The score of one pair of texts."""
 
     index: int
     score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairScores:
-    """A score for each pair, in order."""
+class PairScores(_Pooled):
+    """Response of /v1/score, in the order of the pairs."""
 
-    id: str = ""
-    model: str = ""
     data: tuple[ScoredPair, ...]
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
 
     @property
     def scores(self) -> list[float]:
-        """The scores alone."""
+        """The scores without their index."""
         return [item.score for item in self.data]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentText:
+class DocumentText(ResponseModel):
     """A document as it was sent."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankingResult:
-    """One of the documents. index: its place among those that were sent."""
+class RankingResult(ResponseModel):
+    """One of the documents. index: its position in the request."""
 
     index: int
     relevance_score: float
@@ -774,19 +680,15 @@ class RankingResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """The documents, the best one first."""
+class Ranking(_Pooled):
+    """Response of /v1/rerank, the best document first."""
 
-    id: str = ""
-    model: str = ""
     results: tuple[RankingResult, ...]
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextClass:
-    """The likeliest class of one text, and how likely each is, in the order of the model's labels."""
+class TextClass(ResponseModel):
+    """The most probable class of one text, and the probability of each class in the order of the model's labels."""
 
     index: int
     label: str
@@ -794,11 +696,45 @@ class TextClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Classification:
-    """The classes of each text, in order."""
+class Classification(_Pooled):
+    """Response of /classify, in the order of the texts."""
 
-    id: str = ""
-    model: str = ""
     data: tuple[TextClass, ...]
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSample(ResponseModel):
+    """A sample of a metric. name: with its suffix, such as `_total`, `_bucket`, `_sum` and `_count`."""
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics(ResponseModel):
+    """The samples of /metrics in order. docs/http.md lists the names."""
+
+    samples: tuple[MetricSample, ...] = ()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum of the samples with this name and these labels; None if there are none."""
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and all(sample.labels.get(key) == wanted for key, wanted in labels.items())
+        ]
+        return sum(found) if found else None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse Prometheus' text format; raises ValueError for any other text."""
+        # Imported here because it is slow to import.
+        from prometheus_client.parser import text_string_to_metric_families
+
+        try:
+            families = list(text_string_to_metric_families(text))
+        except (ValueError, KeyError, IndexError) as error:
+            raise ValueError(f"not Prometheus' text format: {error}") from error
+        found = (sample for family in families for sample in family.samples)
+        return cls(samples=tuple(MetricSample(name=s.name, value=s.value, labels=s.labels) for s in found))

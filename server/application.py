@@ -38,6 +38,7 @@ from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
     LimitsMiddleware,
+    RequestIdMiddleware,
     RootPathMiddleware,
     allowed_methods,
     known_paths,
@@ -46,7 +47,6 @@ from windlass.server.app.state import ServerState
 from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
-from windlass.server.http.request_id import RequestIdMiddleware
 from windlass.server.openapi import openapi_document
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ _ROUTERS = (
 
 
 def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """The HTTP app; its state is `app.state.windlass`. Chats are rendered by the tokenizer's chat template.
+    """Create the application, whose state is `app.state.windlass`.
 
-    The engine may still be loading: generation answers 503 until it is ready. Whoever made the engine closes it.
+    The engine may still be loading: generation is answered with 503 until it is ready. The caller closes the engine.
     """
     state = ServerState(engine, tokenizer, settings)
 
@@ -93,7 +93,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app = FastAPI(
         title="Windlass",
         version=__version__,
-        openapi_url=None,  # FastAPI's own route would make the description on the event loop
+        openapi_url=None,  # FastAPI's own route would build the document on the event loop
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
@@ -130,9 +130,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=[
-                "*"
-            ],  # clients send many of their own (x-stainless-…); the origins are the operator's choice
+            allow_headers=["*"],  # clients send many headers (x-stainless-…); the operator restricts origins
             expose_headers=["x-request-id", "request-id", "retry-after"],
             allow_credentials=False,
         )
@@ -147,7 +145,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
 
 def _all_routes(app: FastAPI) -> list[BaseRoute]:
-    """The app's own routes, and those of the modules: it keeps these in branches that tell no methods."""
+    """All routes. The application itself keeps those of routers in branches without methods."""
     return [
         *app.routes,
         *(route for router in (*_ROUTERS, web_pages.openapi_router, web_pages.router) for route in router.routes),
@@ -159,7 +157,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _nearest_path(path: str, known: Sequence[str]) -> str | None:
-    """The nearest by what stands behind /v1, which all have in common: /v1/batches is not near to /v1/cache."""
+    """The nearest path, compared without the common /v1: /v1/batches is not near /v1/cache."""
     if f"/v1{path}" in known:
         return f"/v1{path}"
     versioned = path.startswith("/v1/")
@@ -174,7 +172,7 @@ def _unversioned(path: str) -> str:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Errors of the router: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.scope['path'][:200]}"
     headers = dict(error.headers or {})
@@ -184,24 +182,26 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         hint = "" if suggestion is None else f" (did you mean {suggestion!r}?)"
         message = f"there is no endpoint {where}{hint}"
     elif error.status_code == 405:
-        # The router names the methods of one route only.
+        # The router lists the methods of only one route.
         headers = {"allow": allowed_methods(_all_routes(request.app), request.scope)}
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         methods = headers["allow"].replace("OPTIONS, ", "").removesuffix(", OPTIONS")
-        message = f"{where} is not how this endpoint is called: it takes {methods}"
+        message = f"{where} is not supported: this endpoint accepts {methods}"
     else:
         message = str(error.detail)
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
 async def _send_openapi(request: Request) -> Response:
-    """Made for the first who asks, since most servers are never asked, and on a thread, so that it holds up no stream."""
+    """Send the document, which the first request builds, as most servers never need it, in a thread that delays no
+    stream.
+    """
     return JSONResponse(await asyncio.to_thread(request.app.openapi))
 
 
 def _cached_openapi(app: FastAPI, settings: ServerSettings, build_lock: threading.Lock) -> dict[str, Any]:
     with build_lock:
         if app.openapi_schema is None:
-            app.openapi_schema = openapi_document(app, settings)
+            app.openapi_schema = openapi_document(app, _ROUTERS, settings)
         return app.openapi_schema

@@ -1,4 +1,4 @@
-"""The one error shape of the API and how engine errors map to it. Knows status codes; knows nothing of routes."""
+"""Errors of the API: their JSON forms, and the status and code of engine errors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,29 @@ from windlass.server.config.option_names import with_option_names
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
-
-# What an error is called where nobody has a closer word.
+# Codes of errors without a code of their own, by status.
 _DEFAULT_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
 _SHORTEN_ADVICE = "shorten the prompt or set truncate_prompt_tokens"
 
+MESSAGES_PATH = "/v1/messages"
+
+# Anthropic's error types, by status.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 class ApiError(Exception):
-    """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds.
+    """An error with its HTTP status and the fields of OpenAI's error object. retry_after: in seconds.
 
-    details: by which Anthropic's clients tell errors apart.
+    details: for Anthropic's clients, which distinguish errors by them.
     """
 
     def __init__(
@@ -65,12 +78,12 @@ class ApiError(Exception):
 def bad_request(
     message: str, param: str | None = None, code: str | None = None, details: dict[str, Any] | None = None
 ) -> ApiError:
-    """A 400 that names the field at fault."""
+    """Error 400, with the field at fault."""
     return ApiError(400, message, param=param, code=code, details=details)
 
 
 def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: str, at_least: bool = False) -> ApiError:
-    """The 400 for a prompt that does not fit, with both numbers.
+    """Error 400 for a prompt that does not fit.
 
     at_least: the prompt was refused by its length in characters, so its token count is a lower bound.
     """
@@ -83,13 +96,13 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
 
 
 def after_dropping_turns(error: ApiError) -> ApiError:
-    """The same of a chat that has lost its older turns already, so that other advice is needed."""
+    """The same error for a chat whose older turns were already dropped, with other advice."""
     advice = "without its older turns: shorten the system message, the tools or the last turn"
     return ApiError(error.status, error.message.replace(_SHORTEN_ADVICE, advice), param=error.param, code=error.code)
 
 
 def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:
-    """The 400 for an answer that would be cut by the context where the caller wants none that is."""
+    """Error 400 for an answer that the context would cut, if the request does not permit it."""
     return bad_request(
         f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has {prompt_tokens} "
         f"tokens and max_tokens is {max_tokens}: set max_tokens to at most {max_model_len - prompt_tokens}, "
@@ -99,23 +112,22 @@ def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: i
     )
 
 
-def response_too_large(size: int, limit: int, *, grown: bool = False) -> ApiError:
-    """The 400 for an answer of too many bytes, with both numbers. grown: it was found while it was written."""
+def response_too_large(size: int, limit: int) -> ApiError:
+    """Error 400 for a response of too many bytes. size: those counted until it was refused."""
     return bad_request(
-        f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {limit} at "
-        "once (--max-response-bytes): ask for fewer tokens, prompts, choices or log-probabilities"
-        f"{'' if grown else ', or stream it'}",
+        f"the response has at least {size} bytes, more than the limit of {limit}: ask for fewer tokens, prompts, choices or "
+        "log-probabilities, or stream it",
         code="response_too_large",
     )
 
 
 def unavailable(message: str, *, code: str, retry_after: int) -> ApiError:
-    """A 503: the server cannot take work now, but will."""
+    """Error 503: the server cannot accept work now, but will later."""
     return ApiError(503, message, code=code, retry_after=retry_after)
 
 
 def to_api_error(error: BaseException, *, retry_after: int = 1) -> ApiError | None:
-    """The API's view of an engine error; None for an exception nobody raised on purpose."""
+    """The API's form of an engine error; None for unexpected exceptions."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -141,35 +153,20 @@ def to_api_error(error: BaseException, *, retry_after: int = 1) -> ApiError | No
 
 
 def internal_error() -> ApiError:
-    """What a caller may know of a defect: that it happened. Details go to the log, next to the request id."""
+    """Error 500 for a defect. Details are only in the log, with the request id."""
     return ApiError(
         500, "the server failed on this request; its log has details under this x-request-id", code="internal"
     )
 
 
-MESSAGES_PATH = "/v1/messages"
-
-# What Anthropic calls errors of a status.
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    431: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
 def is_messages_api(scope: Scope) -> bool:
-    """Whether an endpoint of Anthropic's API is asked for."""
+    """Whether the path belongs to Anthropic's API."""
     path = scope["path"]
     return bool(path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"))
 
 
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
-    """The error in the shape of the endpoint that `scope` asks for; in Anthropic's it has `param` and `code` besides."""
+    """The error in the form of the API that `scope` addresses. Anthropic's form also has `param` and `code`."""
     if not is_messages_api(scope):
         return error.body()
     kind = _MESSAGES_TYPES.get(error.status, INVALID_REQUEST if error.status < 500 else "api_error")
@@ -180,7 +177,7 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """The plain JSON response of an error, in the shape that belongs to the path of `scope`."""
+    """JSON response of an error, in the form of the API that `scope` addresses."""
     return Response(
         to_json(error_body(error, scope)),
         status_code=error.status,

@@ -1,428 +1,311 @@
-"""The OpenAPI document: schemas, errors and the texts that belong to no single route."""
+"""The OpenAPI document: schemas, errors, and the texts that no single route has."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pydantic.dataclasses  # noqa: F401  # pydantic imports it when it makes schemas: no request is to wait for that
+import pydantic.dataclasses  # noqa: F401  # pydantic imports it when it makes schemas: no request may wait for that
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from windlass.server.api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from windlass.server.api.introspection import AttentionMap, AttentionRequest, CachePages
-from windlass.server.api.rotary import (
-    RotaryCurves,
-    RotaryCurvesRequest,
-    RotaryInspection,
-    RotaryInspectRequest,
-    RotarySettings,
-)
-from windlass.server.api.tokenize import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TemplateAnswer,
-    TemplateRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-)
+from windlass.server.api.router import ApiRouter, Operation
 from windlass.server.app.auth import PUBLIC_PATHS
 from windlass.server.config.settings import ServerSettings
-from windlass.server.errors import is_messages_api
-from windlass.server.openapi_examples import request_examples, stream_examples
-from windlass.server.openapi_field_texts import ASKED, TOLD
-from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.schemas.completions import (
-    Completion,
-    CompletionEvent,
-    CompletionRequest,
-    Infill,
-    InfillEvent,
-    InfillRequest,
-)
-from windlass.server.schemas.messages import (
-    CountTokensRequest,
-    MessageAnswer,
-    MessageError,
-    MessageEvent,
-    MessageRequest,
-    TokenCount,
-)
-from windlass.server.schemas.openapi import REF
-from windlass.server.schemas.pooling import (
-    ClassifyRequest,
-    ClassList,
-    EmbeddingList,
-    EmbeddingRequest,
-    PoolingRequest,
-    Reranking,
-    RerankRequest,
-    RowsList,
-    ScoreList,
-    ScoreRequest,
-)
-from windlass.server.schemas.response_parts import ErrorAnswer, Model, ModelList, Status, Version
-from windlass.server.schemas.responses import (
-    CountInputRequest,
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    ResponseAnswer,
-    ResponseEvent,
-    ResponseRequest,
-)
+from windlass.server.errors import MESSAGES_PATH, ApiError, error_body, is_messages_api
+from windlass.server.schemas.base import UnsupportedKind
+from windlass.server.schemas.messages import MessageError
+from windlass.server.schemas.response_parts import ErrorAnswer
 
-API_DESCRIPTION = """An inference server for language models with rotary attention. Its endpoints are those of OpenAI's API and of Anthropic's Messages API, with further fields beside theirs.
+API_DESCRIPTION = """An inference server for language models with rotary attention. It implements OpenAI's API and Anthropic's Messages API, with additional fields.
 
-A field that the server does not know is refused by name, and `null` counts as left out. Types are strict: an integer has no fraction, not even `.0`. Strings hold no null character. `HEAD` answers as `GET` does, without the body; `OPTIONS`, and the 405 of another method, name in `Allow` what a path takes. Bodies are UTF-8 JSON. An error has OpenAI's form, under `/v1/messages` Anthropic's; what is refused before it reaches an endpoint, such as a connection too many, has OpenAI's.
+Unknown fields are refused by name, and `null` means that a field is absent. Types are strict: an integer has no fraction, not even `.0`. Strings must not contain the null character. `HEAD` is answered like `GET`, without the body; `OPTIONS`, and the 405 of an unsupported method, list the methods of a path in `Allow`. Bodies are UTF-8 JSON. Errors have OpenAI's form, under `/v1/messages` Anthropic's; a request that is refused before it reaches an endpoint, such as one connection too many, gets OpenAI's.
 """  # noqa: E501
 
-TAGS = {
-    "Completions": "What follows a prompt.",
-    "Fill-in-the-middle": "What stands in a gap, in llama.cpp's form.",
-    "Chat": "The next turn of a conversation, in OpenAI's form.",
-    "Responses": "OpenAI's Responses API, and what is kept of its answers.",
-    "Messages": "Anthropic's Messages API.",
-    "Embeddings": "Texts as vectors.",
-    "Ranking": "How well texts go together.",
-    "Classes": "What kind of text it is, where the model was trained to tell.",
-    "Tokens": "Text to token ids and back.",
-    "Models": "What is served.",
-    "Adapters": "LoRA adapters, which come and go while the server runs.",
-    "Rotary": "What the model rotates by, and what a scaling would make of it.",
-    "Inside": "What the cache holds, and what a layer attends to.",
-    "Health": "How the server is.",
-}
-
-PARAMETER_DESCRIPTIONS = {
-    "model": "A name of the served model.",
-    "response_id": "The `id` of a response that is kept.",
-    "X-Request-Id": "An id of 1 to 128 characters (letters, digits and `._:/-`) that the answer and the server's log repeat. "
-    "Where it is left out or cannot be used, there is a new one.",
-}
-
-# An answer of `/v1/responses` has an id that the requests below take.
-LINKS: dict[str, Any] = {
-    "/v1/responses": {
-        name: {"operationId": name, "parameters": {"response_id": "$response.body#/id"}, "description": text}
-        for name, text in (
-            ("get_response", "Reads the response again."),
-            ("list_input_items", "What it answered."),
-            ("delete_response", "Forgets it."),
-        )
-    }
-}
-
-# Any request may be answered with these: before it reaches a route, while it is read, or for a defect.
+# Any request may get these: before it reaches a route, while it is read, or because of a defect.
 COMMON_STATUSES = (408, 413, 429, 431, 500, 503)
 
-# By connections that no route sees, so that they have OpenAI's shape wherever they were meant for.
+# Errors of connections that no route sees, so that they have OpenAI's form on every path.
 _CONNECTION_STATUSES = (408, 429, 503)
 
-_RESPONSE_NAMES = {
-    400: "BadRequest",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "NotFound",
-    408: "RequestTimeout",
-    413: "BodyTooLarge",
-    429: "TooManyRequests",
-    431: "HeadersTooLarge",
-    500: "InternalError",
-    503: "Unavailable",
-    504: "DeadlineExceeded",
-}
-
-_STATUS_DESCRIPTIONS = {
-    400: "The request is at fault: `param` names the field and `code` says how (`invalid_json`, `missing_field`, "
-    "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
-    401: "A valid API key is needed (`invalid_api_key`).",
-    403: "This server is not set up for it (`adapters_fixed`, `attention_off`), or the key may not (`not_an_administrator`).",
-    404: "There is no such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`), "
-    "item (`item_not_found`) or path (`not_found`).",
-    408: "The body (`body_timeout`) or the headers (`header_timeout`) did not come in time.",
-    413: "The body is too large (`request_too_large`).",
-    429: "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "
-    "`rate_limit_exceeded`.",
-    431: "The headers are too large (`request_too_large`).",
-    500: "The server failed (`internal`): its log has details under the request's id.",
-    503: "The server cannot take the request now: `engine_unavailable`, `draining`, `too_many_connections`, "
-    "`text_unavailable` or `out_of_memory`.",
-    504: "The request's deadline passed (`deadline_exceeded`).",
-}
-
-_ERROR_TYPES = {429: "rate_limit_error"}
-
-_MESSAGES_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "invalid_request_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    431: "request_too_large",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-_EXAMPLES = {
-    400: ("temperature should be greater than or equal to 0", "temperature", "invalid_value"),
-    401: (
-        "a valid API key is needed: send the header Authorization: Bearer <key>, or x-api-key: <key>",
-        None,
-        "invalid_api_key",
+# Name of the response in the components, and its description.
+_STATUSES = {
+    400: (
+        "BadRequest",
+        "The request is wrong: `param` names the field and `code` the reason (`invalid_json`, `missing_field`, "
+        "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
     ),
-    403: ("this server loads no adapters while it runs: start it with --lora-folder DIR", None, "adapters_fixed"),
-    404: ("the model 'other' does not exist here: this server serves 'demo'", "model", "model_not_found"),
-    408: ("the body did not come in time", None, "body_timeout"),
-    413: ("the body is larger than 33554432 bytes", None, "request_too_large"),
-    429: ("4096 requests are in progress, the most this server takes", None, "too_many_requests"),
-    431: ("the headers are larger than 65536 bytes", None, "request_too_large"),
-    500: ("the server failed on this request; its log has details under this x-request-id", None, "internal"),
-    503: ("the engine is starting", None, "engine_unavailable"),
-    504: ("the request's deadline passed before it finished", None, "deadline_exceeded"),
+    401: ("Unauthorized", "A valid API key is required (`invalid_api_key`)."),
+    403: (
+        "Forbidden",
+        "The server is not configured for this (`adapters_fixed`, `attention_off`), or the key is not permitted to do it "
+        "(`not_an_administrator`).",
+    ),
+    404: (
+        "NotFound",
+        "No such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`), item "
+        "(`item_not_found`) or path (`not_found`).",
+    ),
+    408: ("RequestTimeout", "The body (`body_timeout`) or the headers (`header_timeout`) did not arrive in time."),
+    413: ("BodyTooLarge", "The body is too large (`request_too_large`)."),
+    429: (
+        "TooManyRequests",
+        "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "
+        "`rate_limit_exceeded`.",
+    ),
+    431: ("HeadersTooLarge", "The headers are too large (`request_too_large`)."),
+    500: ("InternalError", "The server failed (`internal`). Its log has details under the request's id."),
+    503: (
+        "Unavailable",
+        "The server cannot accept the request now: `engine_unavailable`, `draining`, `too_many_connections`, "
+        "`text_unavailable` or `out_of_memory`.",
+    ),
+    504: ("DeadlineExceeded", "The request's deadline passed (`deadline_exceeded`)."),
 }
+
+_ERROR_EXAMPLES = (
+    ApiError(400, "temperature should be greater than or equal to 0", param="temperature"),
+    ApiError(
+        401,
+        "a valid API key is needed: send the header Authorization: Bearer <key>, or x-api-key: <key>",
+        code="invalid_api_key",
+    ),
+    ApiError(
+        403, "this server loads no adapters while it runs: start it with --lora-folder DIR", code="adapters_fixed"
+    ),
+    ApiError(
+        404,
+        "the model 'other' does not exist here: this server serves 'demo'",
+        param="model",
+        code="model_not_found",
+    ),
+    ApiError(408, "the body did not come in time", code="body_timeout"),
+    ApiError(413, "the body is larger than 33554432 bytes", code="request_too_large"),
+    ApiError(
+        429,
+        "4096 requests are in progress, the most this server takes",
+        code="too_many_requests",
+        type="rate_limit_error",
+    ),
+    ApiError(431, "the headers are larger than 65536 bytes", code="request_too_large"),
+    ApiError(500, "the server failed on this request; its log has details under this x-request-id"),
+    ApiError(503, "the engine is starting", code="engine_unavailable"),
+    ApiError(504, "the request's deadline passed before it finished", code="deadline_exceeded"),
+)
+
+_EXAMPLE_REQUEST_ID = "0b6f5d3c9e7a4d0f8f8c2b1a3d4e5f60"
 
 HEADERS: dict[str, Any] = {
     "X-Request-Id": {
-        "description": "The id that was sent with the request, else a new one; the server's log has it.",
+        "description": "The id that the request sent, else a new one. The server's log has it.",
         "schema": {"type": "string"},
     },
-    "Request-Id": {"description": "The same under the name of Anthropic's API.", "schema": {"type": "string"}},
+    "Request-Id": {"description": "The same, under the name of Anthropic's API.", "schema": {"type": "string"}},
     "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}},
-    "WWW-Authenticate": {"description": "How keys are sent.", "schema": {"type": "string", "const": "Bearer"}},
+    "WWW-Authenticate": {
+        "description": "How to send the key.",
+        "schema": {"type": "string", "const": "Bearer"},
+    },
 }
 
+_REQUEST_ID_PARAMETER: dict[str, Any] = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "description": "An id of 1 to 128 characters (letters, digits and `._:/-`) that the response and the server's log "
+    "repeat. Default, and in place of an invalid one: a new id.",
+    "schema": {"type": "string"},
+}
 
-def response_name(status: int, *, messages: bool) -> str:
-    """The name of a response among the components. messages: of Anthropic's API."""
-    return ("Messages" if messages else "") + _RESPONSE_NAMES.get(status, f"Status{status}")
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server."},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same, in another header."},
+}
+
+_REFERENCE = "#/components/schemas/{model}"
 
 
-def error_responses(*, keys: bool) -> dict[str, Any]:
-    """The responses of all errors, by name. keys: whether this server asks for any."""
-    statuses = [status for status in _RESPONSE_NAMES if keys or status != 401]
-    return {
-        response_name(status, messages=both): _response(status, both) for both in (False, True) for status in statuses
+def openapi_document(app: FastAPI, routers: Sequence[ApiRouter], settings: ServerSettings) -> dict[str, Any]:
+    """The complete document of this server, whose endpoints are those of the routers."""
+    document = FastAPI.openapi(app)
+    document["info"]["description"] = API_DESCRIPTION
+    document["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+    operations = {key: operation for router in routers for key, operation in router.operations.items()}
+    document["components"] = {
+        "schemas": schemas(operations.values()),
+        "responses": _error_responses(keys=settings.requires_key),
+        "headers": HEADERS,
+        "parameters": {"RequestId": _REQUEST_ID_PARAMETER},
     }
+    if settings.requires_key:
+        document["components"]["securitySchemes"] = _SECURITY_SCHEMES
+        document["security"] = [{name: []} for name in _SECURITY_SCHEMES]
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            _complete_operation(described, path, operations[path, method], settings)
+    tags = [{"name": router.tag, "description": router.description} for router in routers]
+    document["tags"] = tags
+    return document
 
 
-def _response(status: int, messages: bool) -> dict[str, Any]:
-    message, param, code = _EXAMPLES[status]
-    error = {"message": message, "type": _ERROR_TYPES.get(status, _error_type(status)), "param": param, "code": code}
-    example: dict[str, Any] = {"error": error}
-    schema: dict[str, Any] = {"$ref": "#/components/schemas/ErrorAnswer"}
-    headers = {"X-Request-Id": _header("X-Request-Id")}
-    if messages:
-        detail = {"type": _MESSAGES_TYPES[status], "message": message, "param": param, "code": code}
-        example = {"type": "error", "error": detail, "request_id": "0b6f5d3c9e7a4d0f8f8c2b1a3d4e5f60"}
-        messages_error = {"$ref": "#/components/schemas/MessageError"}
-        schema = {"anyOf": [messages_error, schema]} if status in _CONNECTION_STATUSES else messages_error
-        headers["Request-Id"] = _header("Request-Id")
-    if status in (429, 503):
-        headers["Retry-After"] = _header("Retry-After")
-    if status == 401:
-        headers["WWW-Authenticate"] = _header("WWW-Authenticate")
-    return {
-        "description": _STATUS_DESCRIPTIONS[status],
-        "headers": headers,
-        "content": {"application/json": {"schema": schema, "example": example}},
-    }
-
-
-def _error_type(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-def _header(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/headers/{name}"}
-
-
-_MODELS: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    Completion,
-    CompletionEvent,
-    InfillRequest,
-    Infill,
-    InfillEvent,
-    ChatRequest,
-    ChatCompletion,
-    ChatEvent,
-    ResponseRequest,
-    ResponseAnswer,
-    ResponseEvent,
-    DeletedResponse,
-    ItemList,
-    CountInputRequest,
-    InputTokens,
-    MessageRequest,
-    MessageAnswer,
-    MessageEvent,
-    MessageError,
-    CountTokensRequest,
-    TokenCount,
-    EmbeddingRequest,
-    EmbeddingList,
-    PoolingRequest,
-    RowsList,
-    ScoreRequest,
-    ScoreList,
-    RerankRequest,
-    Reranking,
-    ClassifyRequest,
-    ClassList,
-    TemplateRequest,
-    TemplateAnswer,
-    TokenizeRequest,
-    TokenizeAnswer,
-    DetokenizeRequest,
-    DetokenizeAnswer,
-    RotarySettings,
-    RotaryInspectRequest,
-    RotaryInspection,
-    RotaryCurvesRequest,
-    RotaryCurves,
-    CachePages,
-    AttentionRequest,
-    AttentionMap,
-    Model,
-    ModelList,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-    AdapterAnswer,
-    Status,
-    Version,
-    ErrorAnswer,
-)
-
-_FIELD_TEXTS = ASKED | TOLD
-
-
-def schemas() -> dict[str, Any]:
-    """The schemas by their names."""
-    _, found = models_json_schema([(model, "validation") for model in _MODELS], ref_template=REF)
+def schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    """The JSON schemas of all models of the operations and of errors, by name."""
+    models: dict[type[BaseModel], None] = {ErrorAnswer: None, MessageError: None}
+    for operation in operations:
+        models |= {model: None for model in (operation.body, operation.response, operation.events) if model}
+    _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
     known: dict[str, Any] = found["$defs"]
-    # Objects of unknown kinds are let through to be refused by name: they are no part of what is taken.
-    other_kinds = {REF.format(model=name) for name in known if name.startswith("_Other")}
-    remaining = {name: schema for name, schema in known.items() if REF.format(model=name) not in other_kinds}
-    for name, schema in remaining.items():
-        _remove_alternatives(schema, other_kinds)
-        for field, described in schema.get("properties", {}).items():
+    # Objects of unsupported kinds are parsed only to be refused by name: requests cannot contain them.
+    unsupported = {model.__name__ for model in UnsupportedKind.__subclasses__()}
+    references = {_REFERENCE.format(model=name) for name in unsupported}
+    supported = {name: schema for name, schema in known.items() if name not in unsupported}
+    for schema in supported.values():
+        _remove_alternatives(schema, references)
+        for described in schema.get("properties", {}).values():
             described.pop("title", None)  # it only repeats the name
-            if "description" not in described and (
-                text := _FIELD_TEXTS.get(f"{name}.{field}", _FIELD_TEXTS.get(field))
-            ):
-                described["description"] = text
-    return remaining
+            if "const" in described:
+                described.setdefault("description", f"Always `{described['const']}`.")
+    return supported
 
 
-def _remove_alternatives(schema: Any, refs: set[str]) -> None:
-    """Take alternatives that refer to these out of a schema, in place."""
+def _remove_alternatives(schema: Any, references: set[str]) -> None:
+    """Remove alternatives with one of the references from a schema, in place."""
     if isinstance(schema, list):
         for item in schema:
-            _remove_alternatives(item, refs)
+            _remove_alternatives(item, references)
     elif isinstance(schema, dict):
         for key in ("anyOf", "oneOf"):
             if isinstance(alternatives := schema.get(key), list):
-                schema[key] = _deduplicated([item for item in alternatives if item.get("$ref") not in refs])
+                schema[key] = _deduplicated([item for item in alternatives if item.get("$ref") not in references])
         for item in schema.values():
-            _remove_alternatives(item, refs)
+            _remove_alternatives(item, references)
 
 
 def _deduplicated(alternatives: list[Any]) -> list[Any]:
     return [item for number, item in enumerate(alternatives) if item not in alternatives[:number]]
 
 
-_METHODS = ("get", "post", "put", "patch", "delete")
-
-_REQUEST_ID: dict[str, Any] = {
-    "name": "X-Request-Id",
-    "in": "header",
-    "required": False,
-    "description": PARAMETER_DESCRIPTIONS["X-Request-Id"],
-    "schema": {"type": "string"},
-}
-
-_SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of this server."},
-    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same, in another header."},
-}
-
-
-def openapi_document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
-    """The whole document of this server."""
-    document = FastAPI.openapi(app)
-    document["info"]["description"] = API_DESCRIPTION
-    document["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
-    document["components"] = {
-        "schemas": schemas(),
-        "responses": error_responses(keys=settings.requires_key),
-        "headers": HEADERS,
-        "parameters": {"RequestId": _REQUEST_ID},
-    }
-    if settings.requires_key:
-        document["components"]["securitySchemes"] = _SECURITY_SCHEMES
-        document["security"] = [{name: []} for name in _SECURITY_SCHEMES]
-    tags: dict[str, str] = {}
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            if method in _METHODS:
-                (tag,) = operation["tags"]
-                tags[tag] = TAGS[tag]
-                _complete_operation(operation, path, method, settings)
-    document["tags"] = [{"name": name, "description": text} for name, text in tags.items()]
-    return document
-
-
-def _complete_operation(operation: dict[str, Any], path: str, method: str, settings: ServerSettings) -> None:
-    """Fill in what one operation leaves to this room, in place."""
-    operation["description"] = " ".join(operation.get("description", "").split())
-    operation["summary"] = operation["description"].split(". ")[0].rstrip(".")
-    for parameter in operation.setdefault("parameters", []):
-        parameter.setdefault("description", PARAMETER_DESCRIPTIONS.get(parameter["name"], ""))
+def _complete_operation(described: dict[str, Any], path: str, operation: Operation, settings: ServerSettings) -> None:
+    """Complete FastAPI's description of one operation, in place."""
+    described["description"] = " ".join(described.get("description", "").split())
+    described["summary"] = described["description"].split(". ")[0].rstrip(".")
+    for parameter in described.setdefault("parameters", []):
         parameter["schema"].pop("title", None)
+        parameter["schema"].pop("description", None)
         if parameter["name"] == "model":
             parameter["example"] = settings.served_model_name
-    operation["parameters"].append({"$ref": "#/components/parameters/RequestId"})
-    if examples := request_examples(path, settings.served_model_name):
-        operation["requestBody"]["content"]["application/json"]["examples"] = examples
-    _complete_responses(operation["responses"], path, method, settings.requires_key)
-    if path in PUBLIC_PATHS and settings.requires_key:
-        operation["security"] = []
+    described["parameters"] += [*operation.parameters, {"$ref": "#/components/parameters/RequestId"}]
+    if operation.body is not None:
+        media: dict[str, Any] = {"schema": _reference(operation.body)}
+        if operation.examples:
+            model = {"model": settings.served_model_name} if "model" in operation.body.model_fields else {}
+            media["examples"] = {
+                name: {"summary": summary, "value": {**model, **body}}
+                for name, (summary, body) in operation.examples.items()
+            }
+        described["requestBody"] = {"required": True, "content": {"application/json": media}}
+    needs_key = settings.requires_key and path not in PUBLIC_PATHS
+    described["responses"] = _responses(operation, messages=is_messages_api({"path": path}), needs_key=needs_key)
+    if settings.requires_key and not needs_key:
+        described["security"] = []
 
 
-def _complete_responses(responses: dict[str, Any], path: str, method: str, keys: bool) -> None:
-    messages = is_messages_api({"path": path})
-    needs_key = keys and path not in PUBLIC_PATHS
-    responses.pop("422", None)  # bodies are read by the routes themselves
-    statuses = {int(status) for status in responses if status != "200"} | set(COMMON_STATUSES)
-    statuses = statuses | {401} if needs_key else statuses - {401}
-    for status in statuses:
-        shared = {"$ref": f"#/components/responses/{response_name(status, messages=messages)}"}
-        own = responses.get(str(status), {}).get("content")
-        responses[str(status)] = _own_answer_or_error(status, own, messages=messages) if own else shared
-    success = responses["200"]
-    success["content"] = {
-        kind: media for kind, media in success["content"].items() if media.get("schema")
-    }  # what FastAPI adds
+def _responses(operation: Operation, *, messages: bool, needs_key: bool) -> dict[str, Any]:
+    media_type = "text/plain" if operation.response is None else "application/json"
+    schema: dict[str, Any] = {"type": "string"} if operation.response is None else _reference(operation.response)
+    content: dict[str, Any] = {media_type: {"schema": schema}}
+    if operation.events is not None:
+        content["text/event-stream"] = {"schema": _event_schema(operation), "examples": _stream_examples(operation)}
     names = ["X-Request-Id", "Request-Id"] if messages else ["X-Request-Id"]
-    success["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
-    if examples := stream_examples(path):
-        success["content"]["text/event-stream"]["examples"] = examples
-    if method == "post" and path in LINKS:
-        success["links"] = LINKS[path]
-    ordered = dict(sorted(responses.items()))
-    responses.clear()
-    responses.update(ordered)
+    success: dict[str, Any] = {"description": "Success", "content": content, "headers": _headers(names)}
+    if operation.links:
+        success["links"] = {
+            name: {"operationId": name, "parameters": {"response_id": "$response.body#/id"}, "description": text}
+            for name, text in operation.links.items()
+        }
+    responses = {"200": success}
+    statuses = {*COMMON_STATUSES, *operation.errors, *((401,) if needs_key else ())}
+    for status in sorted(statuses):
+        responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status, messages=messages)}"}
+    if operation.unready is not None:
+        # The endpoint's own response, or the error of a connection that no route sees.
+        response = _error_response(503, messages)
+        error = response["content"]["application/json"]["schema"]
+        own = {"application/json": {"schema": {"anyOf": [schema, error]}}}
+        responses["503"] = {**response, "description": operation.unready, "content": own}
+    return dict(sorted(responses.items()))
 
 
-def _own_answer_or_error(status: int, own: dict[str, Any], *, messages: bool) -> dict[str, Any]:
-    """A status with an answer of the route's own, which may also be an error of a connection that no route sees."""
-    response = error_responses(keys=True)[response_name(status, messages=messages)]
-    error = response["content"]["application/json"]["schema"]
-    return {
-        **response,
-        "content": {"application/json": {"schema": {"anyOf": [own["application/json"]["schema"], error]}}},
+def _event_schema(operation: Operation) -> dict[str, Any]:
+    """The schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand it."""
+    assert operation.events is not None
+    data: dict[str, Any] = {
+        "type": "string",
+        "description": "One line of JSON.",
+        "contentMediaType": "application/json",
+        "contentSchema": _reference(operation.events),
     }
+    properties: dict[str, Any] = {}
+    if operation.named_events:
+        properties["event"] = {"type": "string", "description": "The `type` of its data."}
+    if operation.done_event:
+        last = {"const": "[DONE]", "description": "The last event."}
+        data = {"description": "The event's data.", "anyOf": [last, data]}
+    properties["data"] = data
+    text = "An event. Lines that begin with a colon are comments."
+    return {"type": "object", "description": text, "properties": properties, "required": list(properties)}
+
+
+def _stream_examples(operation: Operation) -> dict[str, Any]:
+    events: list[dict[str, str]] = [
+        {**({"event": event["type"]} if operation.named_events else {}), "data": json.dumps(event)}
+        for event in operation.stream_examples
+    ]
+    if operation.done_event:
+        events.append({"data": "[DONE]"})
+    return {f"event_{number}": {"value": event} for number, event in enumerate(events, start=1)}
+
+
+def _response_name(status: int, *, messages: bool) -> str:
+    """Name of an error response in the components. messages: of Anthropic's API."""
+    return ("Messages" if messages else "") + _STATUSES[status][0]
+
+
+def _error_responses(*, keys: bool) -> dict[str, Any]:
+    """All error responses by name. keys: whether this server requires one."""
+    statuses = [status for status in _STATUSES if keys or status != 401]
+    return {
+        _response_name(status, messages=messages): _error_response(status, messages)
+        for messages in (False, True)
+        for status in statuses
+    }
+
+
+def _error_response(status: int, messages: bool) -> dict[str, Any]:
+    (error,) = (example for example in _ERROR_EXAMPLES if example.status == status)
+    scope = {"path": MESSAGES_PATH if messages else "/", "windlass.request_id": _EXAMPLE_REQUEST_ID}
+    schema: dict[str, Any] = _reference(ErrorAnswer)
+    names = ["X-Request-Id"]
+    if messages:
+        own = _reference(MessageError)
+        schema = {"anyOf": [own, schema]} if status in _CONNECTION_STATUSES else own
+        names.append("Request-Id")
+    if status in (429, 503):
+        names.append("Retry-After")
+    if status == 401:
+        names.append("WWW-Authenticate")
+    return {
+        "description": _STATUSES[status][1],
+        "headers": _headers(names),
+        "content": {"application/json": {"schema": schema, "example": error_body(error, scope)}},
+    }
+
+
+def _headers(names: Sequence[str]) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}

@@ -1,40 +1,35 @@
-"""What a person sees of a load test: how far it is while it runs, and a table of its figures at the end."""
+"""Terminal output of a load test: progress while it runs, and a table of its figures at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.loadtest.results import RunResult
-from windlass.clients.loadtest.runner import RunProgress
-from windlass.clients.loadtest.sweep import SweepResult
+from windlass.clients.loadtest.results import MEASURES, RunResult, SweepResult
 from windlass.clients.terminal import print_status, stderr_is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from windlass.clients.loadtest.compare import Comparison, Line
+    from windlass.clients.loadtest.runner import RunProgress
+
 _LINE_SECONDS = 10.0
-_MEASURES = (
-    ("ttft_ms", "time to first token"),
-    ("ttft_actual_ms", "  from the actual send"),
-    ("tpot_ms", "time per output token"),
-    ("itl_ms", "inter-token latency"),
-    ("e2el_ms", "end-to-end latency"),
-    ("schedule_lag_ms", "schedule lag"),
-)
-# Metrics worth a line, by what their names end in; every server has a prefix of its own.
+# Server metrics with a line of their own, by the end of their names, as every server has its own prefix.
 _METRICS = (
     ("num_preemptions_total", "preemptions"),
-    ("key_moves_total", "keys turned"),
+    ("key_moves_total", "keys rotated again"),
     ("context_shifts_total", "context shifts"),
 )
 
 
 class ProgressDisplay:
-    """The callback of a run: a bar on a terminal, else a line when a phase begins and every few seconds."""
+    """Progress callback of a run: a bar on a terminal, otherwise a line when a phase begins and every ten seconds."""
 
     def __init__(self, terminal: bool | None = None, name: str = "") -> None:
         self._terminal = stderr_is_terminal() if terminal is None else terminal
@@ -48,7 +43,7 @@ class ProgressDisplay:
     def __call__(self, snapshot: RunProgress) -> None:
         now = time.monotonic()
         if self._terminal:
-            with contextlib.suppress(OSError):  # a terminal that is gone ends no measurement
+            with contextlib.suppress(OSError):  # losing the terminal must not end the measurement
                 self._draw(snapshot, now)
         elif snapshot.phase != self._phase or now - self._last_line_at >= _LINE_SECONDS:
             self._last_line_at = now
@@ -56,7 +51,7 @@ class ProgressDisplay:
         self._phase = snapshot.phase
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.stop()
@@ -67,7 +62,7 @@ class ProgressDisplay:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            # Refreshed from here only: a thread of its own could interrupt the measurement at any time.
+            # Refreshed here only, since a refresh thread would disturb the measurement.
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
@@ -98,27 +93,8 @@ def _progress_line(snapshot: RunProgress) -> str:
     return f"{snapshot.ended}{total} ended, {snapshot.running} running{failed}"
 
 
-def warnings(run: RunResult) -> list[str]:
-    """What a reader of the figures must know, a line each."""
-    found = []
-    if run.generator.get("limited"):
-        reasons = "; ".join(run.generator.get("reasons", ()))
-        found.append(f"the load generator, not the server, was the limit: {reasons}")
-    if run.interrupted:
-        found.append("the run was interrupted: the figures cover what came before")
-    short = sum(r.asked_tokens is not None and r.output_tokens < r.asked_tokens for r in run.completed)
-    if short:
-        found.append(
-            f"{short} answers were shorter than asked for: --ignore-eos makes them exact where the server takes it"
-        )
-    for kind, count in sorted(run.errors.items()):
-        message = next((record.message for record in run.records if record.outcome == kind and record.message), None)
-        found.append(f"{count} failed as {kind}" + (f", the first with: {message}" if message else ""))
-    return found
-
-
 def print_run(run: RunResult, console: Console) -> None:
-    """The figures of a run, and its warnings."""
+    """Print the figures of a run and its warnings."""
     from rich.table import Table
 
     summary = run.summary()
@@ -129,37 +105,52 @@ def print_run(run: RunResult, console: Console) -> None:
     figures = Table("ms", *(f"{name}" for name in ("mean", "p50", "p90", "p95", "p99")))
     for column in figures.columns[1:]:
         column.justify = "right"
-    for name, title in _MEASURES:
-        values = summary[name]
-        figures.add_row(title, *("-" if value is None else f"{value:,.2f}" for value in values.values()))
+    titles = {f"{name}_ms": measure.title for name, measure in MEASURES.items()} | {"schedule_lag_ms": "schedule lag"}
+    for name, title in titles.items():
+        figures.add_row(title, *("-" if value is None else f"{value:,.2f}" for value in summary[name].values()))
     console.print(figures)
-    for line in warnings(run):
+    for line in (*run.warnings(), *_first_errors(run)):
         console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
+def _first_errors(run: RunResult) -> Iterable[str]:
+    """The first message of each kind of failure."""
+    for kind in sorted(run.errors):
+        message = next((record.message for record in run.records if record.outcome == kind and record.message), None)
+        if message:
+            yield f"the first {kind}: {message}"
+
+
 def print_sweep(sweep: SweepResult, console: Console) -> None:
-    """The figures of the best run of a sweep, and the rate that was found."""
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in sweep.slo.items())
+    """Print the figures of the best run of a sweep, and the highest rate."""
+    limits = _limits(sweep.slo)
     best = [run for run in sweep.runs if run.offered_rate == sweep.highest_rate and not run.interrupted]
     if best:
         print_run(best[-1], console)
-        text = f"{sweep.highest_rate:,.4g} requests per second is the highest rate found that keeps {limits}"
+        text = f"{sweep.highest_rate:,.4g} requests per second is the highest rate found that meets {limits}"
     else:
         if sweep.runs:
             print_run(sweep.runs[-1], console)
-        text = f"no rate kept {limits}"
-    ended = {"runs": "; the search ended at its most runs", "interrupted": "; it was interrupted"}
-    ended["failed"] = "; it ended as the server no longer answered"
-    ended["generator"] = "; it ended as the load generator had no file left for a connection: raise `ulimit -Hn`"
+        text = f"no rate met {limits}"
+    endings = {
+        "runs": "; the search ended at its maximum number of runs",
+        "interrupted": "; it was interrupted",
+        "failed": "; it ended because the server stopped responding",
+        "generator": "; it ended because the load generator had no file left for a connection: raise `ulimit -Hn`",
+    }
     if sweep.ended == "short":
         last = sweep.judgements[-1]
-        ended["short"] = (
+        endings["short"] = (
             f"; a longer run is needed to test {last.offered:,.4g}: give --duration {math.ceil(last.needed_s)} "
-            "or more, or leave it out"
+            "or more, or omit it"
         )
-    for judged in sweep.judgements:
-        console.print(judged.line(), markup=False, highlight=False, soft_wrap=True)
-    console.print(text + ended.get(sweep.ended, ""), markup=False, highlight=False, soft_wrap=True)
+    for judgement in sweep.judgements:
+        console.print(judgement.line(), markup=False, highlight=False, soft_wrap=True)
+    console.print(text + endings.get(sweep.ended, ""), markup=False, highlight=False, soft_wrap=True)
+
+
+def _limits(slo: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {limit:g} ms" for name, limit in slo.items())
 
 
 def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -174,15 +165,14 @@ def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("output", f"{summary['output_tokens_per_second']:,.1f} tokens per second"),
     ]
     if summary["goodput"] is not None:
-        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in run.slo.items())
-        facts.append(("goodput", f"{summary['goodput']:,.4g} requests per second within {limits}"))
+        facts.append(("goodput", f"{summary['goodput']:,.4g} requests per second within {_limits(run.slo)}"))
     if summary["cached_tokens"] is not None and summary["input_tokens"]:
         cached = (
             f"{summary['cached_tokens']:,} prompt tokens ({summary['cached_tokens'] / summary['input_tokens']:.1%})"
         )
         reused = summary["reused_tokens"]
         facts.append(
-            ("from the cache", cached + (f", {reused:,} of them from passages that stood elsewhere" if reused else ""))
+            ("from the cache", cached + (f", {reused:,} of them from passages at other positions" if reused else ""))
         )
     for ending, title in _METRICS:
         found = [value for name, value in run.server_metrics.items() if name.endswith(ending)]
@@ -193,3 +183,68 @@ def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
         lag = generator["loop_lag_ms"]["p99"]
         facts.append(("generator", f"{generator['cpu_share']:.0%} of a core, timers {lag:.1f} ms late at p99"))
     return facts
+
+
+def print_comparison(result: Comparison, sides: Sequence[Sequence[Path]]) -> None:
+    """Print a comparison of the files of both sides."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console = Console(width=120)
+    for letter, side in zip("AB", sides, strict=True):
+        console.print(f"{letter}: {escape(', '.join(map(str, side)))}", highlight=False)
+    for caution in result.cautions:
+        console.print(f"note: {escape(caution)}", style="yellow", highlight=False)
+    if result.paired:
+        console.print(
+            "Both runs sent prompts of the same lengths in the same order: latencies are compared request by request."
+        )
+    if result.differing:
+        console.print("note: the runs differ in these settings:", style="yellow")
+    for name, (old, new) in result.differing.items():
+        console.print(f"  {escape(name)}: {escape(old)} → {escape(new)}", highlight=False)
+    scope = "over runs" if result.intervals_over == "runs" else "within the runs"
+    interval = f"B − A, {result.confidence:.0%} {scope}"
+    table = Table("measure", "", "A", "B", "change", interval, "B is", box=box.SIMPLE_HEAD)
+    for column in table.columns[2:6]:
+        column.justify = "right"
+    colours = {"better": "green", "worse": "red"}
+    previous = ""
+    for line in result.lines:
+        verdict = f"[{colours[line.verdict]}]{line.verdict}[/]" if line.verdict in colours else line.verdict
+        name = f"{line.measure}, {line.unit}" if line.unit else line.measure
+        statistic = "" if line.statistic == "per second" else line.statistic
+        table.add_row(name if line.measure != previous else "", statistic, *_cells(line), verdict)
+        previous = line.measure
+    console.print(table)
+    if result.intervals_over == "runs":
+        console.print(
+            f"A and B are means over {result.runs[0]} and {result.runs[1]} runs. About {1 - result.confidence:.0%} of the "
+            "measures that do not differ will seem to.",
+            highlight=False,
+        )
+    else:
+        console.print(
+            "With one run of each there is no verdict: the intervals cover chance within these runs, not differences from "
+            "run to run of the same server. Run each three times in turns, with different seeds, and give all files: "
+            "windlass bench compare a1.json a2.json a3.json -- b1.json b2.json b3.json",
+            highlight=False,
+        )
+
+
+def _cells(line: Line) -> list[str]:
+    """Both values, the change, and the interval of the difference, without the unit."""
+    share = line.statistic == "share"
+
+    def text(value: float | None, sign: str = "") -> str:
+        if value is None:
+            return "–"
+        return f"{value:{sign}.2%}" if share else f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.4g}"
+
+    change = "" if line.change is None or share else f"{line.change:+.1%}"
+    interval = "" if line.interval is None else " to ".join(text(end, "+") for end in line.interval)
+    return [text(line.first), text(line.second), change, interval]

@@ -1,4 +1,4 @@
-"""Numbers behind the charts and tables of a report."""
+"""Numbers and texts of the charts and tables of a report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult, linear_fit, percentile
+from windlass.clients.loadtest.results import MEASURES, NamedRun, RequestRecord, RunResult, linear_fit, percentile
+
+MAX_POINTS = 4000  # of one scatter
+MAX_ROWS = 4000  # of one timeline
+BINS = 40
+
+_PHASES = ("queue", "prefill", "decode")
 
 
 def format_ms(value: float | None) -> str:
@@ -21,14 +27,14 @@ def format_ms(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def duration(value: float | None) -> tuple[str, str]:
-    """Milliseconds as (number, unit), in seconds from ten of them on."""
+def format_duration(value: float | None) -> tuple[str, str]:
+    """Milliseconds as (number, unit), in seconds from 10,000 ms on."""
     if value is None:
         return "–", ""
     return (format_ms(value), "ms") if abs(value) < 10_000 else (f"{value / 1000:,.1f}", "s")
 
 
-def number(value: float | int | None) -> str:
+def format_number(value: float | int | None) -> str:
     """Whole numbers with separators, others to three significant digits, – for None."""
     if value is None:
         return "–"
@@ -40,20 +46,19 @@ def number(value: float | int | None) -> str:
 
 def format_rate(value: float | None) -> str:
     """A rate: three significant digits or whole, – for None."""
-    return number(None if value is None else float(value))
+    return format_number(None if value is None else float(value))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, text) of nested settings, inner names behind a dot; absent and empty values are left out."""
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, text) of nested settings, inner names after a dot. Null and empty values are omitted."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_settings(value, f"{prefix}{name}.")
         elif value is not None and value != [] and value != "":
-            yield f"{prefix}{name}", plain(value)
+            yield f"{prefix}{name}", format_setting(value)
 
 
-def plain(value: Any) -> str:
-    """One setting as text."""
+def format_setting(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -61,9 +66,6 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-_PHASES = ("queue", "prefill", "decode")
 
 
 def phase_means(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -77,43 +79,17 @@ def phase_means(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return found
 
 
-MEASURES = {
-    "ttft": "TTFT, from the intended send",
-    "ttft_actual": "TTFT, from the actual send",
-    "tpot": "TPOT",
-    "itl": "ITL",
-    "e2el": "E2EL",
-}
-
-MAX_POINTS = 4000  # of one scatter
-
-MAX_ROWS = 4000  # of one timeline
-
-BINS = 40
-
-
-def values_of(run: RunResult, measure: str) -> list[float]:
-    """All values of a measure in ms over the completed requests; gaps pooled for itl."""
-    if measure == "itl":
-        return [gap for record in run.completed for gap in record.gaps_ms]
-    found = (getattr(record, f"{measure}_ms") for record in run.completed)
-    return [value for value in found if value is not None]
-
-
-def tokens_per_chunk(record: RequestRecord) -> float:
-    """How many tokens a chunk of it stands for; 1 where the server did not say."""
-    return record.output_tokens / len(record.chunks) if record.chunks and record.output_tokens else 1.0
-
-
 def gaps_at_context(record: RequestRecord) -> list[tuple[float, float]]:
-    """(context in tokens, gap in ms) of every gap of a request."""
-    per_chunk = tokens_per_chunk(record)
+    """(context in tokens, gap in ms) of every gap between the chunks of a request."""
+    per_chunk = record.tokens_per_chunk
     return [(record.input_tokens + index * per_chunk, gap) for index, gap in enumerate(record.gaps_ms, 1)]
 
 
 def bins_for(records: Sequence[RequestRecord]) -> int:
-    """How many bins over context these requests fill: the most where they come in a few lengths of input, as in a study;
-    else one for every eight requests, so that a bin's median is more than a request or two."""
+    """Number of bins over context: BINS where the prompts have a few lengths only, as in a study.
+
+    Otherwise one for every eight requests, so that the median of a bin does not rest on a request or two.
+    """
     lengths = len({record.input_tokens for record in records})
     if lengths <= 8 or lengths <= min(BINS, len(records) // 2):
         return BINS
@@ -121,9 +97,9 @@ def bins_for(records: Sequence[RequestRecord]) -> int:
 
 
 def bin_points(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
-    """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many.
+    """Mean x, mean, median and p95 of y, and the number of points, for each non-empty bin of equal width over x.
 
-    Neighbours that together are no wider than a step are one: an edge must not cut a cluster in two.
+    Neighbouring bins whose points span no more than a width are merged, so that an edge does not split a cluster.
     """
     if not pairs:
         return []
@@ -154,17 +130,14 @@ def bin_points(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[d
 
 
 def subsample(points: Sequence[Any], max_points: int) -> list[Any]:
-    """At most `max_points` of them, evenly spread over their order, first and last included."""
+    """At most `max_points` of the points, evenly spread over their order, first and last included."""
     if len(points) <= max_points:
         return list(points)
     return [points[round(k * (len(points) - 1) / (max_points - 1))] for k in range(max_points)]
 
 
 def tail_curve(values: Sequence[float], steps: int = 120) -> list[tuple[float, float]]:
-    """(percent, value) up to the last percentile that at least one value lies above, dense towards the tail.
-
-    Equal steps of -log10(1 - percent / 100), as tails are drawn.
-    """
+    """(percent, value) in equal steps of -log10(1 - percent / 100), up to the last percentile with a value above it."""
     if not values:
         return []
     ordered = sorted(values)
@@ -184,14 +157,14 @@ def nice_step(span: float, max_points: int) -> float:
 def over_time(run: RunResult, max_points: int = 100) -> dict[str, Any]:
     """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
 
-    Tokens count when they arrive, those of failed requests too: it is what the server delivered. Steps begin at the
-    first intended send, as a run's duration does; the last is half to one and a half steps long.
+    Tokens count on arrival, also those of failed requests, since the server delivered them. Steps begin at the first
+    intended send, as the duration of a run does; the last is half to one and a half steps long.
     """
-    step, start = nice_step(run.duration_s, max_points), start_time(run)
+    step, start = nice_step(run.duration_s, max_points), run.start
     edges = [step * k for k in range(max(1, math.floor(run.duration_s / step + 0.5)))]
     tokens = [0.0] * len(edges)
     for record in run.records:
-        per_chunk = tokens_per_chunk(record)
+        per_chunk = record.tokens_per_chunk
         for moment in record.chunks:
             tokens[min(max(int((moment - start) / step), 0), len(edges) - 1)] += per_chunk
     widths = [step] * (len(edges) - 1) + [run.duration_s - edges[-1] or step]
@@ -217,20 +190,15 @@ def over_time(run: RunResult, max_points: int = 100) -> dict[str, Any]:
     }
 
 
-def start_time(run: RunResult) -> float:
-    """The first intended send, in seconds: what a run's duration counts from."""
-    return min((record.intended for record in run.records), default=0.0)
-
-
 def _end(record: RequestRecord, run: RunResult) -> float:
-    return start_time(run) + run.duration_s if record.ended is None else record.ended
+    return run.start + run.duration_s if record.ended is None else record.ended
 
 
 def timeline(run: RunResult, max_points: int = MAX_ROWS) -> dict[str, Any]:
-    """One row per request in the order they were to be sent: intended, sent, first token, end, and what went wrong.
+    """One row per request in the order of intended sends: its times, tokens, label, and outcome unless completed.
 
-    Past `max_points` rows completed requests are thinned evenly; failed ones all stay unless they alone are more. failed: false
-    for requests that this side gave up on purpose.
+    Past `max_points` rows completed requests are thinned evenly; all failed ones stay unless they alone are more.
+    failed: false for requests that the load generator abandoned.
     """
     errors = run.errors
     ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
@@ -259,11 +227,11 @@ def timeline(run: RunResult, max_points: int = MAX_ROWS) -> dict[str, Any]:
 
 
 def against_context(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
-    """Per series of runs what depends on context: TTFT and prompt speed by input tokens, ITL and decode speed by context.
+    """Figures over context for each series of runs: TTFT and prompt speed by input tokens, ITL and decode speed by context.
 
-    ttft: points (input tokens, ms from the actual send) and bins; prefill: points with prompt tokens per second, cached
-    ones excepted; itl: bins of gaps; decode: tokens per second of one stream, per bin the tokens over the time they took;
-    itl_fit: the line through all gaps, None unless the longest context is half as long again as the shortest.
+    ttft: points (input tokens, ms from the actual send) and bins. prefill: points (input tokens, prompt tokens per second,
+    without cached ones). itl: bins of gaps. decode: (context, tokens per second of one stream) for each bin. itl_fit: the
+    line through all gaps, None unless the longest context is at least 1.5 times the shortest.
     """
     series: dict[str, list[NamedRun]] = {}
     for run in runs:
@@ -281,8 +249,8 @@ def _context_of(name: str, runs: Sequence[NamedRun]) -> dict[str, Any]:
     ]
     gaps, bins = [gaps_at_context(record) for record in done], bins_for(done)
     itl = bin_points([pair for each in gaps for pair in each], bins)
-    # The same bins, as the contexts are the same.
-    tokens = bin_points([(x, tokens_per_chunk(r)) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
+    # The contexts, and therefore the bins, are the same.
+    tokens = bin_points([(x, r.tokens_per_chunk) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
     wide = bool(itl) and itl[-1]["x"] >= 1.5 * itl[0]["x"]
     fit = linear_fit(gaps) if wide else None
     return {
@@ -304,13 +272,13 @@ def _num_left_out(points: Sequence[Any]) -> int:
 
 
 def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
-    """Percentiles, throughput and goodput by load; None where runs do not differ in it.
+    """Percentiles, throughput and goodput by load; None where all runs have the same load.
 
-    The load is the offered rate where every run had one, and the concurrency where none had. Rows are in the order of
-    `group`, the series given to a run, as it first comes, and load.
+    The load is the offered rate where every run has one, and the concurrency where none has. Rows are sorted by their
+    `group` (the series of the run), in order of first appearance, then by load.
     """
     offered = all(run.result.offered_rate is not None for run in runs)
-    loads = [_offered(run.result) if offered else _concurrency(run.result) for run in runs]
+    loads = [run.result.offered_rate if offered else _concurrency(run.result) for run in runs]
     if None in loads or len(set(loads)) < 2:
         return None
     rows = []
@@ -331,10 +299,6 @@ def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
     return {"offered": offered, "rows": sorted(rows, key=lambda row: (order.index(row["group"]), row["load"]))}
 
 
-def _offered(run: RunResult) -> float | None:
-    return run.offered_rate
-
-
 def _concurrency(run: RunResult) -> float | None:
     found = run.settings.get("concurrency")
     if run.offered_rate is not None or isinstance(found, bool) or not isinstance(found, int):
@@ -343,7 +307,7 @@ def _concurrency(run: RunResult) -> float | None:
 
 
 def round_floats(value: Any, digits: int = 7) -> Any:
-    """Plain data with every float cut to `digits` significant digits: a page shows no more."""
+    """Plain data with every float rounded to `digits` significant digits, more than a page shows."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

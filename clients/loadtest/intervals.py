@@ -1,18 +1,16 @@
-"""How sure a figure of a load test is: intervals for percentiles, means, rates and shares, and for their differences.
+"""Confidence intervals of percentiles, means, rates and shares, and of their differences. Importing it loads numpy and mpmath.
 
-Knows arrays of numbers, no runs and no files. Importing it loads numpy and mpmath.
+Latencies: percentile intervals of a circular block bootstrap over requests in the order of intended sends (Politis and
+Romano, "A circular block-resampling procedure for stationary data", 1992). Neighbouring requests share a queue and a batch
+and are therefore drawn together, in blocks of about the cube root of their number. The values of a request, such as the
+gaps between its tokens, stay together. Where both runs sent the same requests, each resample draws the same ones from both,
+which cancels the differences between long and short requests.
 
-Latencies: a circular block bootstrap over requests in the order they were to be sent (Politis and Romano, "A circular
-block-resampling procedure for stationary data", 1992). Neighbours share a queue and a batch, so they are drawn
-together, in blocks of about the cube root of their number. A measure with several values per request, such as the gaps
-between tokens, keeps each request's values together. Intervals are percentile intervals. Where both runs sent the same
-requests, each resample draws the same ones from both: what long and short requests differ by then cancels out.
+Several runs of each side: Welch's interval of the difference of the means, with one value per run.
 
-Several runs of each side: their values of a figure, one a run, and Welch's interval of the difference of the means.
-
-Rates of one run: batch means (Schmeiser, "Batch size effects in the analysis of simulation output", 1982): the run in
-twenty equal spans of time, Student's t over their rates, Welch's for a difference. Shares: Wilson's interval, Newcombe's method
-10 for a difference ("Interval estimation for the difference between independent proportions", 1998).
+Rates of one run: batch means (Schmeiser, "Batch size effects in the analysis of simulation output", 1982) over twenty equal
+spans of time, with Student's t, and Welch's for a difference. Shares: Wilson's interval, and Newcombe's method 10 for a
+difference ("Interval estimation for the difference between independent proportions", 1998).
 """
 
 from __future__ import annotations
@@ -21,22 +19,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
 import mpmath  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_REQUESTS = 20  # fewer say nothing reliable about a mean or a median
-MIN_BEYOND = 5  # values that must lie above a percentile, so that resampling can move it
+MIN_REQUESTS = 20  # for a reliable mean or median
+MIN_BEYOND = 5  # values above a percentile, so that resampling can move it
 BATCHES = 20
 
 _Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The two ends, low first."""
-
+class Interval(NamedTuple):
     low: float
     high: float
 
@@ -47,7 +43,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two values of one figure and the interval of second - first; intervals are None where the data are too few."""
+    """Two values of one figure and the interval of second - first. Intervals are None where there are too few data."""
 
     first: float
     second: float
@@ -57,7 +53,7 @@ class Difference:
 
 
 class Clustered:
-    """Values in clusters (requests), in order. Statistics of resamples are exact, without copying values."""
+    """Values in ordered clusters (requests). Statistics of resamples are exact, without copying values."""
 
     def __init__(self, clusters: Sequence[Sequence[float]]) -> None:
         sizes = [len(cluster) for cluster in clusters]
@@ -73,7 +69,7 @@ class Clustered:
         return len(self._sorted)
 
     def percentile(self, percent: float) -> float:
-        """Linear between order statistics, as in a run's summary."""
+        """The percentile, linear between order statistics as in `results.percentile`."""
         return float(np.percentile(self._sorted, percent))
 
     def mean(self) -> float:
@@ -90,7 +86,7 @@ class Clustered:
         for row in range(resamples):
             starts = generator.integers(self.clusters, size=draws)
             chosen = ((starts[:, None] + steps) % self.clusters).ravel()[: self.clusters]
-            counts = np.bincount(chosen, minlength=self.clusters)  # how often each request was drawn
+            counts = np.bincount(chosen, minlength=self.clusters)  # how often each cluster was drawn
             total = int(counts @ self.sizes)
             if total == 0:
                 means[row], found[row] = math.nan, math.nan
@@ -99,18 +95,18 @@ class Clustered:
             found[row] = self._weighted_percentiles(np.cumsum(counts[self._owner]), total, percents)
         return means, found
 
-    def _weighted_percentiles(self, half_width: NDArray[np.int64], total: int, percents: Sequence[float]) -> _Floats:
-        """Percentiles of the sorted values, each as often as it was drawn; reach: how many are at or before it."""
+    def _weighted_percentiles(self, ranks: NDArray[np.int64], total: int, percents: Sequence[float]) -> _Floats:
+        """Percentiles of a resample. ranks: number of drawn values up to each sorted value. total: number of drawn values."""
         positions = (total - 1) * np.asarray(percents) / 100
         below = np.floor(positions)
-        low = self._sorted[np.searchsorted(half_width, below, side="right")]
-        high = self._sorted[np.searchsorted(half_width, np.minimum(below + 1, total - 1), side="right")]
+        low = self._sorted[np.searchsorted(ranks, below, side="right")]
+        high = self._sorted[np.searchsorted(ranks, np.minimum(below + 1, total - 1), side="right")]
         result: _Floats = low + (high - low) * (positions - below)
         return result
 
 
 def block_length(clusters: int) -> int:
-    """Requests drawn together: the cube root of their number, rounded up."""
+    """Number of clusters drawn together: the cube root of their number, rounded up."""
     return max(1, math.ceil(round(math.pow(clusters, 1 / 3), 6)))
 
 
@@ -124,10 +120,10 @@ def compare_latency(
     seed: int,
     paired: bool = False,
 ) -> dict[str, Difference]:
-    """`mean` and `p50`, … of two runs and their difference. Equal arguments give equal results.
+    """`mean` and `p50`, … of two runs and their differences. Equal arguments give equal results.
 
     paired: cluster k of both is the same request, and resamples draw the same clusters from both. Raises ValueError
-    where their numbers differ all the same.
+    where the numbers of clusters differ.
     """
     if paired and first.clusters != second.clusters:
         raise ValueError(f"pairs of {first.clusters} and {second.clusters} requests")
@@ -152,7 +148,7 @@ def compare_latency(
 
 
 def enough(data: Clustered, percent: float | None) -> bool:
-    """Whether a percentile (None: the mean) can be told from these data."""
+    """Whether the data suffice for an interval of a percentile (None: of the mean)."""
     if int((data.sizes > 0).sum()) < MIN_REQUESTS:
         return False
     return percent is None or len(data) * (1 - percent / 100) >= MIN_BEYOND - 1e-9
@@ -165,7 +161,7 @@ def _interval(values: _Floats, confidence: float) -> Interval:
 
 
 def compare_means(first: Sequence[float], second: Sequence[float], confidence: float) -> Difference:
-    """Means of two or more independent values of each side, and Welch's interval of their difference."""
+    """Means of independent values, two or more of each side, and Welch's interval of their difference."""
     (a, around_a), (b, around_b) = mean_interval(first, confidence), mean_interval(second, confidence)
     errors = [float(np.var(values, ddof=1)) / len(values) for values in (first, second)]
     total = sum(errors)
@@ -176,7 +172,7 @@ def compare_means(first: Sequence[float], second: Sequence[float], confidence: f
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, Interval | None]:
-    """The mean of independent values and Student's interval of it, None where there are fewer than two."""
+    """The mean of independent values and its Student's interval, None for fewer than two values."""
     data = np.asarray(values, dtype=np.float64)
     mean = float(data.mean())
     if len(data) < 2:
@@ -186,7 +182,7 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, In
 
 
 def compare_shares(first: tuple[int, int], second: tuple[int, int], confidence: float) -> Difference:
-    """Shares as (hits, of how many); nothing of nothing has no interval."""
+    """Shares as (hits, total) and Newcombe's interval of their difference. Shares of nothing have no interval."""
     if not first[1] or not second[1]:
         shares = [hits / total if total else math.nan for hits, total in (first, second)]
         return Difference(shares[0], shares[1], None, None, None)
@@ -200,8 +196,11 @@ def compare_shares(first: tuple[int, int], second: tuple[int, int], confidence: 
 def compare_repeated_shares(
     first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], confidence: float
 ) -> Difference:
-    """Shares of several runs of each side. The interval holds both what the runs vary by and what chance does within
-    them: runs that all failed at the same few requests are no proof."""
+    """Shares of several runs of each side.
+
+    The interval covers the variation between the runs and the chance within them: equal, small numbers of failures in all
+    runs of a side do not prove a difference.
+    """
     means = compare_means([h / n for h, n in first], [h / n for h, n in second], confidence)
     pooled = compare_shares(_total(first), _total(second), confidence)
     if means.interval is None or pooled.interval is None:
@@ -226,8 +225,8 @@ def wilson(hits: int, total: int, confidence: float) -> Interval:
 def student_quantile(confidence: float, freedom: float) -> float:
     """Two-sided quantile of Student's t, for 1 degree of freedom or more.
 
-    The probability beyond t is the regularized incomplete beta function (Abramowitz and Stegun, 26.7.1). In logarithms it
-    falls nearly evenly, so that a secant finds the root however far out it lies.
+    The probability beyond t is the regularized incomplete beta function (Abramowitz and Stegun, 26.7.1). Its logarithm is
+    nearly linear in log t, so that the secant method finds the root also far out.
     """
     share = 1 - confidence
 

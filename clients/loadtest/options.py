@@ -1,11 +1,11 @@
-"""Options of the command `serve`, and the load that they describe."""
+"""Options of the command `serve`, and the load plan that they describe."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,46 +17,39 @@ if TYPE_CHECKING:
     from windlass.clients.loadtest.load_plan import LoadPlan, Schedule, TraceEntry, WorkloadSpec
     from windlass.clients.loadtest.target import Target
 
-
 DEFAULT_PROMPTS = 32
 
-_SERVER_PANEL = "Server"
 
-_LOAD_PANEL = "Load"
+def _panel(title: str) -> Callable[..., Any]:
+    """Constructor of options that are listed in a panel of the help text."""
 
-_WORKLOAD_PANEL = "Workload"
+    def option(name: str, help: str, **more: Any) -> Any:
+        return typer.Option(name, help=help, rich_help_panel=title, **more)
 
-_SLO_PANEL = "Targets"
-
-_OUTPUT_PANEL = "Output"
+    return option
 
 
-def _option(name: str, panel: str, help: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel=panel, **more)
+_server, _load, _workload, _slo, _output = map(_panel, ("Server", "Load", "Workload", "Targets", "Output"))
 
 
 @dataclass(slots=True, kw_only=True)
 class TargetOptions:
-    """Which server."""
+    """The server to load."""
 
-    url: Annotated[
-        str, _option("--url", _SERVER_PANEL, "Its address, such as http://127.0.0.1:8000, with or without /v1.")
-    ]
-    model: Annotated[str | None, _option("--model", _SERVER_PANEL, "A model it serves. Default: its first.")] = None
+    url: Annotated[str, _server("--url", "URL of the server, such as http://127.0.0.1:8000, with or without /v1.")]
+    model: Annotated[str | None, _server("--model", "Model name. Default: the first of the server.")] = None
     api_key: Annotated[
         str | None,
-        _option(
-            "--api-key", _SERVER_PANEL, "Its key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True
-        ),
+        _server("--api-key", "API key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True),
     ] = None
     header: Annotated[
         list[str] | None,
-        _option("--header", _SERVER_PANEL, "A further header of each request; repeatable.", metavar="NAME:VALUE"),
+        _server("--header", "Additional header of each request; repeatable.", metavar="NAME:VALUE"),
     ] = None
-    endpoint: Annotated[str, _option("--endpoint", _SERVER_PANEL, "completions or chat.")] = "completions"
+    endpoint: Annotated[str, _server("--endpoint", "Endpoint: completions or chat.")] = "completions"
 
     def to_target(self) -> Target:
-        """Raises LoadTestError or CommandError."""
+        """The target. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.target import Target
 
         headers = {}
@@ -76,79 +69,70 @@ class TargetOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ArrivalOptions:
-    """When requests are sent, and when the run ends."""
+    """Times of requests, and the end of the run."""
 
     num_prompts: Annotated[
         int | None,
-        _option(
+        _load(
             "--num-prompts",
-            _LOAD_PANEL,
-            f"Requests to send, conversations with --turns. Default: {DEFAULT_PROMPTS}, "
-            "or no bound with --duration, or the whole --trace.",
+            f"Number of requests, or of conversations with --turns. Default: {DEFAULT_PROMPTS}; unlimited with --duration; "
+            "all of --trace.",
             min=1,
             show_default=False,
         ),
     ] = None
-    duration: Annotated[float | None, _option("--duration", _LOAD_PANEL, "Seconds after which no request begins.")] = (
-        None
-    )
+    duration: Annotated[float | None, _load("--duration", "Seconds after which no request is sent.")] = None
     concurrency: Annotated[
         int | None,
-        _option(
+        _load(
             "--concurrency",
-            _LOAD_PANEL,
-            "Clients that send their next request when the last has ended (default: 1); "
-            "with a rate or a trace: the most requests in flight (default: no bound).",
+            "Number of clients that send their next request when the previous one has ended (default: 1); "
+            "with a rate or a trace: maximum number of requests in flight (default: unlimited).",
             min=1,
             show_default=False,
         ),
     ] = None
     request_rate: Annotated[
         float | None,
-        _option("--request-rate", _LOAD_PANEL, "Requests per second that do not wait for answers; inf: all at once."),
+        _load("--request-rate", "Requests per second, independent of responses; inf: all at once."),
     ] = None
-    arrival: Annotated[
-        str, _option("--arrival", _LOAD_PANEL, "How they come at that rate: poisson, gamma or constant.")
-    ] = "poisson"
+    arrival: Annotated[str, _load("--arrival", "Arrivals at that rate: poisson, gamma or constant.")] = "poisson"
     burstiness: Annotated[
         float | None,
-        _option("--burstiness", _LOAD_PANEL, "For gamma: below 1 in bursts, 1 as poisson, above 1 more evenly."),
+        _load("--burstiness", "Burstiness of gamma arrivals: below 1 in bursts, 1 as poisson, above 1 more even."),
     ] = None
     ramp_to: Annotated[
         float | None,
-        _option("--ramp-to", _LOAD_PANEL, "The rate changes evenly from --request-rate to this one over the run."),
+        _load("--ramp-to", "Final rate: it changes linearly from --request-rate over the run."),
     ] = None
     trace: Annotated[
-        Path | None, _option("--trace", _LOAD_PANEL, "Replay a JSONL file of timestamps and requests.", metavar="FILE")
+        Path | None, _load("--trace", "Replay a JSONL file of timestamps and requests.", metavar="FILE")
     ] = None
-    trace_speed: Annotated[float, _option("--trace-speed", _LOAD_PANEL, "2 replays it in half the time.")] = 1.0
-    warmup: Annotated[int, _option("--warmup", _LOAD_PANEL, "Requests before the measured part.", min=0)] = 0
-    timeout: Annotated[float, _option("--timeout", _LOAD_PANEL, "Seconds after which a request counts as failed.")] = (
-        600.0
-    )
-    seed: Annotated[int, _option("--seed", _LOAD_PANEL, "The same seed gives the same prompts at the same times.")] = 0
+    trace_speed: Annotated[float, _load("--trace-speed", "Speed of the replay: 2 halves its time.")] = 1.0
+    warmup: Annotated[int, _load("--warmup", "Number of requests before the measured part.", min=0)] = 0
+    timeout: Annotated[float, _load("--timeout", "Timeout of a request, in seconds.")] = 600.0
+    seed: Annotated[int, _load("--seed", "Random seed. Equal seeds give equal prompts at equal times.")] = 0
 
     def gap_shape(self) -> float | None:
-        """The burstiness of arrivals, None for constant gaps. Raises CommandError."""
+        """Burstiness of the arrivals, None for constant gaps. Raises CommandError."""
         if self.arrival not in ("poisson", "gamma", "constant"):
             raise CommandError(f"--arrival must be poisson, gamma or constant, got {self.arrival!r}")
         if self.arrival == "constant":
             if self.burstiness is not None:
-                raise CommandError("--burstiness does not go with constant arrivals: leave one of the two out")
+                raise CommandError("--burstiness cannot be combined with constant arrivals: omit one of the two")
             return None
         if self.arrival == "gamma" and self.burstiness is None:
             raise CommandError("--arrival gamma needs --burstiness")
         return 1.0 if self.burstiness is None else self.burstiness
 
     def to_schedule(self, count: int | None, trace: list[TraceEntry]) -> Schedule | None:
-        """None for a closed loop. Raises LoadTestError or CommandError."""
+        """The schedule, None for a closed loop. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.load_plan import Arrivals, Replay, ramp
 
         shape = self.gap_shape()
-        timed = bool(trace) and trace[0].timestamp is not None
-        if timed:
+        if trace and trace[0].timestamp is not None:
             if self.request_rate is not None:
-                raise CommandError("the trace has times of its own: leave --request-rate out, or the timestamps")
+                raise CommandError("the trace has timestamps: omit them or --request-rate")
             return Replay([entry.timestamp or 0.0 for entry in trace], self.trace_speed)
         if self.request_rate is None:
             for name, value in (("--ramp-to", self.ramp_to), ("--burstiness", self.burstiness)):
@@ -157,7 +141,7 @@ class ArrivalOptions:
             return None
         if self.ramp_to is not None:
             return ramp(self.request_rate, self.ramp_to, count, self.duration, shape)
-        if self.request_rate == float("inf"):
+        if self.request_rate == math.inf:
             if count is None:
                 raise CommandError("--request-rate inf needs --num-prompts")
             return Replay([0.0] * count)
@@ -166,137 +150,114 @@ class ArrivalOptions:
 
 @dataclass(slots=True, kw_only=True)
 class WorkloadOptions:
-    """What is asked."""
+    """Contents of the requests."""
 
     input_len: Annotated[
         str,
-        _option(
+        _workload(
             "--input-len",
-            _WORKLOAD_PANEL,
-            "Tokens of a prompt: a number, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD.",
+            "Prompt length in tokens: a number, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD.",
             metavar="LENGTH",
         ),
     ] = "128"
     output_len: Annotated[
-        str, _option("--output-len", _WORKLOAD_PANEL, "Tokens of an answer, in the same way.", metavar="LENGTH")
+        str, _workload("--output-len", "Response length in tokens, in the same form.", metavar="LENGTH")
     ] = "64"
     prefix_groups: Annotated[
         int,
-        _option("--prefix-groups", _WORKLOAD_PANEL, "Prompts begin with one of so many texts they share ...", min=0),
+        _workload("--prefix-groups", "Number of shared prefixes. Each prompt begins with one of them.", min=0),
     ] = 0
     prefix_len: Annotated[
-        int, _option("--prefix-len", _WORKLOAD_PANEL, "... of so many tokens, before --input-len.", min=0)
+        int, _workload("--prefix-len", "Tokens of a shared prefix, in addition to --input-len.", min=0)
     ] = 0
     documents: Annotated[
-        int, _option("--documents", _WORKLOAD_PANEL, "Prompts hold one of so many documents ...", min=0)
+        int, _workload("--documents", "Number of documents. Each prompt holds one of them.", min=0)
     ] = 0
     document_len: Annotated[
         str,
-        _option("--document-len", _WORKLOAD_PANEL, "... of so many tokens, a length as above ...", metavar="LENGTH"),
+        _workload("--document-len", "Tokens of a document, in the form of --input-len.", metavar="LENGTH"),
     ] = "0"
     documents_per_prompt: Annotated[
         str,
-        _option(
+        _workload(
             "--documents-per-prompt",
-            _WORKLOAD_PANEL,
-            "... or several of them, in another order each time ...",
+            "Documents in each prompt, in random order: a number or a distribution.",
             metavar="COUNT",
         ),
     ] = "1"
     document_offset: Annotated[
         str,
-        _option(
+        _workload(
             "--document-offset",
-            _WORKLOAD_PANEL,
-            "... after so many other tokens, a length as above, so that they come at different positions.",
+            "Random tokens before the documents, in the form of --input-len, to vary their positions.",
             metavar="LENGTH",
         ),
     ] = "0"
     turns: Annotated[
-        int, _option("--turns", _WORKLOAD_PANEL, "Messages of a conversation; each holds all that came before.", min=1)
+        int,
+        _workload("--turns", "Messages of a conversation. Each request holds all previous ones.", min=1),
     ] = 1
-    think_time: Annotated[
-        float, _option("--think-time", _WORKLOAD_PANEL, "Seconds between an answer and the next turn.")
-    ] = 0.0
+    think_time: Annotated[float, _workload("--think-time", "Seconds between a response and the next message.")] = 0.0
     ladder: Annotated[
         bool,
-        _option("--ladder", _WORKLOAD_PANEL, "Prompts of 1,024 tokens, twice that, and so on to the server's limit."),
+        _workload("--ladder", "Prompt lengths from 1,024 tokens, doubling up to the server's limit."),
     ] = False
     rope_scaling: Annotated[
         list[str] | None,
-        _option(
+        _workload(
             "--rope-scaling",
-            _WORKLOAD_PANEL,
-            "A rotary scaling that requests draw from: JSON, a profile's name or null, "
-            "with a weight as in 3@null; repeatable.",
+            "Rotary scaling that requests draw: JSON, the name of a profile or null, "
+            "optionally with a weight, as in 3@null; repeatable.",
             metavar="[WEIGHT@]SCALING",
         ),
     ] = None
     disconnect_share: Annotated[
-        float, _option("--disconnect-share", _WORKLOAD_PANEL, "Share of clients that go away in the middle, 0 to 1.")
+        float,
+        _workload("--disconnect-share", "Share of the clients that disconnect early, from 0 to 1."),
     ] = 0.0
     disconnect_after: Annotated[
-        int, _option("--disconnect-after", _WORKLOAD_PANEL, "Chunks after which they do.", min=1)
+        int, _workload("--disconnect-after", "Number of chunks after which they disconnect.", min=1)
     ] = 1
     temperature: Annotated[
-        float, _option("--temperature", _WORKLOAD_PANEL, "0: always the most likely token.", min=0.0)
+        float,
+        _workload("--temperature", "Sampling temperature. 0: always the most likely token.", min=0.0),
     ] = 0.0
     ignore_eos: Annotated[
         bool | None,
-        _option(
+        _workload(
             "--ignore-eos/--no-ignore-eos",
-            _WORKLOAD_PANEL,
-            "Ask for answers of exactly --output-len tokens. Default: where the server is known to take that field.",
+            "Request responses of exactly --output-len tokens. Default: where the server is known to support it.",
             show_default=False,
         ),
     ] = None
     usage: Annotated[
-        bool, _option("--usage/--no-usage", _WORKLOAD_PANEL, "Ask for token counts; without, chunks are counted.")
+        bool, _workload("--usage/--no-usage", "Request token counts. Without them, chunks are counted.")
     ] = True
     extra_body: Annotated[
         str | None,
-        _option("--extra-body", _WORKLOAD_PANEL, "Further fields of each request; null takes one out.", metavar="JSON"),
+        _workload("--extra-body", "Additional fields of each request; null removes one.", metavar="JSON"),
     ] = None
     vocab_size: Annotated[
         int | None,
-        _option(
+        _workload(
             "--vocab-size",
-            _WORKLOAD_PANEL,
-            "Tokens the model knows, where the server has no /tokenize: prompts are then "
-            "token ids all the same, and their lengths exact.",
+            "Vocabulary size of the model, for servers without /tokenize, to send token ids with exact prompt lengths.",
             min=8,
         ),
     ] = None
-    text_prompts: Annotated[bool, _option("--text-prompts", _WORKLOAD_PANEL, "Send text even where ids would do.")] = (
-        False
-    )
+    text_prompts: Annotated[bool, _workload("--text-prompts", "Send text even where token ids are possible.")] = False
 
     def to_spec(self, chat: bool, trace: list[TraceEntry]) -> WorkloadSpec:
-        """Raises LoadTestError or CommandError."""
+        """The workload. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.load_plan import Lengths, WeightedScaling, WorkloadSpec
 
-        return WorkloadSpec(
-            input_len=Lengths.parse(self.input_len, "--input-len"),
-            output_len=Lengths.parse(self.output_len, "--output-len"),
-            chat=chat,
-            prefix_groups=self.prefix_groups,
-            prefix_len=self.prefix_len,
-            documents=self.documents,
-            document_len=Lengths.parse(self.document_len, "--document-len", minimum=0),
-            documents_per_prompt=Lengths.parse(self.documents_per_prompt, "--documents-per-prompt"),
-            document_offset=Lengths.parse(self.document_offset, "--document-offset", minimum=0),
-            turns=self.turns,
-            think_s=self.think_time,
-            ladder=self.ladder,
-            scalings=[WeightedScaling.parse(text) for text in self.rope_scaling or []],
-            trace=trace,
-            disconnect_share=self.disconnect_share,
-            disconnect_after=self.disconnect_after,
-            temperature=self.temperature,
-            ignore_eos=self.ignore_eos,
-            include_usage=self.usage,
-            extra_body=self._extra_body(),
-        )
+        values: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(WorkloadSpec)}
+        for name in ("input_len", "output_len", "documents_per_prompt", "document_len", "document_offset"):
+            minimum = 0 if name in ("document_len", "document_offset") else 1
+            values[name] = Lengths.parse(values[name], f"--{name.replace('_', '-')}", minimum)
+        values |= {"scalings": [WeightedScaling.parse(text) for text in self.rope_scaling or []]}
+        values |= {"chat": chat, "trace": trace, "extra_body": self._extra_body()}
+        return WorkloadSpec(**values)
 
     def _extra_body(self) -> Mapping[str, Any]:
         try:
@@ -310,41 +271,32 @@ class WorkloadOptions:
 
 @dataclass(slots=True, kw_only=True)
 class SloOptions:
-    """What is good enough, and the search for the highest rate that is."""
+    """Latency limits, and the search for the highest rate that meets them."""
 
     slo: Annotated[
         list[str] | None,
-        _option(
+        _slo(
             "--slo",
-            _SLO_PANEL,
-            "The most a request may take, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
+            "Latency limit of a request, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
             metavar="NAME:MS",
         ),
     ] = None
     sweep: Annotated[
         bool,
-        _option(
+        _slo(
             "--sweep",
-            _SLO_PANEL,
-            "Find the highest rate that meets the SLOs: runs at rates that double from "
-            "--request-rate (default: 1), then bisection.",
+            "Find the highest rate that meets the SLOs: rates double from --request-rate (default: 1), then bisection.",
         ),
     ] = False
-    sweep_share: Annotated[
-        float, _option("--sweep-share", _SLO_PANEL, "Share of the requests that must meet them.")
-    ] = 0.99
-    sweep_runs: Annotated[int, _option("--sweep-runs", _SLO_PANEL, "Most runs of a sweep.", min=1)] = 12
+    sweep_share: Annotated[float, _slo("--sweep-share", "Share of the requests that must meet the SLOs.")] = 0.99
+    sweep_runs: Annotated[int, _slo("--sweep-runs", "Maximum number of runs of a sweep.", min=1)] = 12
     sweep_seconds: Annotated[
         float,
-        _option(
-            "--sweep-seconds",
-            _SLO_PANEL,
-            "That each run of a sweep sends for, at least; longer where answers are slow.",
-        ),
+        _slo("--sweep-seconds", "Minimum seconds of sending in each run of a sweep; longer where responses are slow."),
     ] = 5.0
 
     def limits(self) -> dict[str, float]:
-        """Milliseconds by measure. Raises CommandError."""
+        """Limits in milliseconds by measure. Raises CommandError."""
         found = {}
         for text in self.slo or []:
             name, _, value = text.replace("=", ":").partition(":")
@@ -357,38 +309,22 @@ class SloOptions:
 
 @dataclass(slots=True, kw_only=True)
 class OutputOptions:
-    """Where the results go."""
+    """Files of the results."""
 
-    as_json: Annotated[Path | None, _option("--json", _OUTPUT_PANEL, "Every figure and request.", metavar="FILE")] = (
-        None
-    )
-    csv: Annotated[Path | None, _option("--csv", _OUTPUT_PANEL, "A row per request.", metavar="FILE")] = None
-    html: Annotated[Path | None, _option("--html", _OUTPUT_PANEL, "The report as one page.", metavar="FILE")] = None
-    save_text: Annotated[bool, _option("--save-text", _OUTPUT_PANEL, "Keep the text of each answer in the JSON.")] = (
-        False
-    )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    return str(value) if isinstance(value, Path) or value in (math.inf, -math.inf) else value
-
-
-def initial_rate(arrivals: ArrivalOptions) -> float:
-    """Where a sweep begins."""
-    return 1.0 if arrivals.request_rate is None else arrivals.request_rate
+    as_json: Annotated[Path | None, _output("--json", "File of all figures and requests.", metavar="FILE")] = None
+    csv: Annotated[Path | None, _output("--csv", "File with a row per request.", metavar="FILE")] = None
+    html: Annotated[Path | None, _output("--html", "Report as one HTML page.", metavar="FILE")] = None
+    save_text: Annotated[bool, _output("--save-text", "Store the text of each response in the JSON file.")] = False
 
 
 def make_plan(
     target: TargetOptions, arrivals: ArrivalOptions, workload: WorkloadOptions, slo: SloOptions, output: OutputOptions
 ) -> LoadPlan:
-    """The load that the options describe. Raises LoadTestError or CommandError, one line that names the option."""
-    from dataclasses import asdict
-
+    """The load that the options describe. Raises LoadTestError or CommandError naming the option that is wrong."""
     from windlass.clients.loadtest.load_plan import Arrivals, LoadPlan, read_trace
 
     if slo.sweep and (arrivals.trace is not None or arrivals.ramp_to is not None):
-        raise CommandError("a sweep sets the rate itself: leave --trace and --ramp-to out")
+        raise CommandError("a sweep sets the rate: omit --trace and --ramp-to")
     trace = read_trace(arrivals.trace) if arrivals.trace is not None else []
     count = arrivals.num_prompts
     if trace:
@@ -396,16 +332,19 @@ def make_plan(
     elif count is None and arrivals.duration is None:
         count = DEFAULT_PROMPTS
     if slo.sweep:
-        schedule: Schedule | None = Arrivals(initial_rate(arrivals), arrivals.gap_shape())
+        first_rate = 1.0 if arrivals.request_rate is None else arrivals.request_rate
+        schedule: Schedule | None = Arrivals(first_rate, arrivals.gap_shape())
     else:
         schedule = arrivals.to_schedule(count, trace)
     concurrency = 1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency
     settings = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
+    settings |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
     for name, value in settings.items():
-        # Also where nothing reads it: the report shows every setting.
+        # Checked even where the option has no effect, since the report shows every setting.
         if isinstance(value, float) and math.isnan(value):
             raise CommandError(f"--{name.replace('_', '-')} must be a number, got nan")
-    settings |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
+        if isinstance(value, Path) or value in (math.inf, -math.inf):
+            settings[name] = str(value)
     return LoadPlan(
         target=target.to_target(),
         workload=workload.to_spec(target.chat, trace),
@@ -420,5 +359,5 @@ def make_plan(
         vocab_size=workload.vocab_size,
         text_prompts=workload.text_prompts,
         keep_text=output.save_text,
-        settings={name: _plain(value) for name, value in settings.items()},
+        settings=settings,
     )

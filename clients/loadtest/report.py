@@ -1,8 +1,8 @@
-"""A load test's report: one HTML page that needs nothing from anywhere. Chooses what is shown and what is warned of.
+"""The report of load tests as one self-contained HTML page: its contents and warnings.
 
-`figures.py` has the numbers of the charts, `assets/` draws them in the reader's browser with uPlot; the tables are plain
-HTML, so a reader without JavaScript misses the pictures only. Everything from results is escaped by jinja2 or travels
-as JSON inside the page, and its content security policy lets no other script run and no request leave.
+`figures.py` computes the charts, and `assets/` draws them with uPlot in the browser. Tables are plain HTML, so only the
+charts need JavaScript. jinja2 escapes everything from results, or it is JSON inside the page; the content security
+policy of the page allows neither other scripts nor any request.
 """
 
 from __future__ import annotations
@@ -13,39 +13,32 @@ import importlib.resources
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.results import PERCENTILES, NamedRun, RequestRecord, RunResult, unique_names
+from windlass.clients.loadtest.results import (
+    MEASURES,
+    PERCENTILES,
+    NamedRun,
+    RequestRecord,
+    RunResult,
+    SweepResult,
+    name_runs,
+)
 
 MAX_FAILURES = 50  # rows of the table of failures
+
 _SCRIPTS = ("uPlot.iife.min.js", "chart.js", "report.js")
 _STYLES = ("uPlot.min.css", "report.css")
-_UNITS = {"ttft": "ms", "ttft_actual": "ms", "tpot": "ms per token", "itl": "ms per chunk", "e2el": "ms"}
+
+Results = RunResult | Sequence[RunResult | NamedRun] | SweepResult
 
 
-class Sweep(Protocol):
-    """Several runs and what was searched for: `results.ResultFile`, or what a search returns."""
-
-    @property
-    def runs(self) -> Sequence[RunResult | NamedRun]: ...
-    @property
-    def highest_rate(self) -> float | None: ...
-
-
-Results = RunResult | Sequence[RunResult | NamedRun] | Sweep
-
-
-def write_html(
-    results: Results,
-    path: Path,
-    *,
-    title: str = "Load test",
-) -> None:
-    """Write the page for one run, or for several: a sweep or runs to set side by side.
+def write_html(results: Results, path: Path, *, title: str = "Load test") -> None:
+    """Write the page of one run, of a sweep, or of several runs to compare.
 
     Raises OSError, and ValueError for no runs.
     """
@@ -53,15 +46,15 @@ def write_html(
 
 
 def to_html(results: Results, *, title: str = "Load test") -> str:
-    """The page as text; see write_html."""
-    highest_rate = None if isinstance(results, RunResult | Sequence) else results.highest_rate
+    """The page as text; see `write_html`."""
+    highest_rate = results.highest_rate if isinstance(results, SweepResult) else None
     runs = named(results)
     scripts = [_asset(name) for name in _SCRIPTS]
     context = figures.against_context(runs)
     data: dict[str, Any] = {
         "runs": [_chart_data(run) for run in runs],
-        "measures": figures.MEASURES,
-        "units": _UNITS,
+        "measures": {name: measure.label for name, measure in MEASURES.items()},
+        "units": {name: measure.unit for name, measure in MEASURES.items()},
         "rate": figures.against_rate(runs),
         "slo": dict(runs[0].result.slo) if all(run.result.slo == runs[0].result.slo for run in runs) else {},
         "context": context,
@@ -79,44 +72,29 @@ def to_html(results: Results, *, title: str = "Load test") -> str:
         data=Markup(_json_in_html(figures.round_floats(data))),
         rates=data["rate"] is not None,
         offered=data["rate"] is not None and data["rate"]["offered"],
-        warnings=[warning for run in runs for warning in _warnings(run, several=len(runs) > 1)],
+        warnings=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _warnings(run.result)],
         runs=[_run_view(run) for run in runs],
         overview=_overview(runs),
         fits=_fits(context),
         cut=sum(entry[name]["left_out"] for entry in context for name in ("ttft", "prefill")),
         highest_rate=highest_rate,
-        measures=figures.MEASURES,
-        number=figures.number,
+        number=figures.format_number,
     )
 
 
-def named(results: Results) -> list[NamedRun]:
-    """Every run with a name of its own, those of a sweep by their rate. Raises ValueError for none."""
-    given: list[RunResult | NamedRun]
+def named(results: Results) -> tuple[NamedRun, ...]:
+    """Every run under a unique name, those of a sweep by ascending rate. Raises ValueError for none."""
+    given: Sequence[RunResult | NamedRun]
     if isinstance(results, RunResult):
         given = [results]
-    elif isinstance(results, Sequence):
-        given = list(results)
+    elif isinstance(results, SweepResult):
+        ascending = sorted(results.runs, key=lambda run: run.offered_rate or 0.0)
+        given = ascending
     else:
-        given = sorted(results.runs, key=lambda run: _result(run).offered_rate or 0.0)
+        given = results
     if not given:
         raise ValueError("a report needs a run")
-    runs = [
-        run if isinstance(run, NamedRun) else NamedRun(name=_name(run, index, len(given)), result=run)
-        for index, run in enumerate(given, 1)
-    ]
-    names = unique_names(run.name for run in runs)
-    return [NamedRun(name=name, result=run.result, series=run.series) for name, run in zip(names, runs, strict=True)]
-
-
-def _result(run: RunResult | NamedRun) -> RunResult:
-    return run.result if isinstance(run, NamedRun) else run
-
-
-def _name(run: RunResult, index: int, count: int) -> str:
-    if run.offered_rate is not None:
-        return f"{run.offered_rate:.4g} req/s"
-    return "run" if count == 1 else f"run {index}"
+    return name_runs(given)
 
 
 def _asset(name: str, folder: str = "assets") -> str:
@@ -124,12 +102,12 @@ def _asset(name: str, folder: str = "assets") -> str:
 
 
 def _hash(script: str) -> str:
-    """A script's source expression in a content security policy."""
+    """The source expression of a script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _json_in_html(data: Any) -> str:
-    """JSON that ends no script element and opens no comment."""
+    """JSON that can neither end a script element nor open a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -139,41 +117,26 @@ def _chart_data(run: NamedRun) -> dict[str, Any]:
     return {
         "name": run.name,
         "duration": result.duration_s,
-        "tails": {measure: figures.tail_curve(figures.values_of(result, measure)) for measure in figures.MEASURES},
+        "tails": {measure: figures.tail_curve(result.values(measure)) for measure in MEASURES},
         "time": figures.over_time(result),
         "timeline": figures.timeline(result),
         "slo": dict(result.slo),
     }
 
 
-def _warnings(run: NamedRun, several: bool) -> list[str]:
-    """What a reader must know before believing a number."""
-    result, found = run.result, []
-    if result.interrupted:
-        found.append("The run was interrupted: it holds what came before, and its last requests may be missing.")
-    if result.generator.get("limited"):
-        reasons = result.generator.get("reasons")
-        why = f" ({'; '.join(map(str, reasons))})" if isinstance(reasons, list | tuple) and reasons else ""
-        found.append(
-            f"The load generator, not the server, was the limit{why}: the server may do better than these figures."
-        )
-    failed = sum(result.errors.values())
-    if failed:
-        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(result.errors.items(), key=lambda e: -e[1]))
-        found.append(
-            f"{failed:,} of {len(result.records):,} requests failed ({kinds}). Latencies count completed requests only, so "
-            "they may look better than what callers met."
-        )
-    given_up = len(result.records) - len(result.completed) - failed
+def _warnings(result: RunResult) -> list[str]:
+    """Sentences at the top of the page."""
+    found = [f"{text[0].upper()}{text[1:]}." for text in result.warnings()]
+    given_up = sum(result.abandoned.values())
     if given_up and not result.interrupted:
         found.append(f"{given_up:,} requests were given up on purpose: they count neither as completed nor as failed.")
     if not result.records:
         found.append("The run holds no requests.")
-    return [f"{run.name}: {text}" if several else text for text in found]
+    return found
 
 
 def _run_view(run: NamedRun) -> dict[str, Any]:
-    """What the template shows of one run."""
+    """Values of one run for the template."""
     result = run.result
     summary = result.summary()
     return {
@@ -185,10 +148,10 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
         "requests": len(result.records),
         "failures": _failures(result),
         "more_failures": max(0, summary["failed"] - MAX_FAILURES),
-        "given_up": len(result.records) - summary["completed"] - summary["failed"],
+        "given_up": sum(result.abandoned.values()),
         "left_out": max(0, len(result.records) - figures.MAX_ROWS),
         "tables": [
-            (heading, list(figures.flat(values)))
+            (heading, list(figures.flatten_settings(values)))
             for heading, values in (
                 ("Settings", result.settings),
                 ("Server", result.server),
@@ -198,25 +161,25 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
         ],
         "lag": [(name, figures.format_ms(value)) for name, value in summary["schedule_lag_ms"].items()],
         "means": figures.phase_means(result.server_metrics),
-        "metrics": [(name, figures.number(value)) for name, value in sorted(result.server_metrics.items())],
+        "metrics": [(name, figures.format_number(value)) for name, value in sorted(result.server_metrics.items())],
         "labels": _labels(result),
     }
 
 
 def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The headline figures: label, value, unit, and a line below."""
+    """Headline figures: label, value, unit, and a line below."""
 
     def tile(label: str, value: str, unit: str, below: str = "", kind: str = "") -> dict[str, str]:
         return {"label": label, "value": value, "unit": unit, "below": below, "kind": kind}
 
     def latency(label: str, measure: str) -> dict[str, str]:
-        value, unit = figures.duration(summary[f"{measure}_ms"]["p50"])
-        tail, tail_unit = figures.duration(summary[f"{measure}_ms"]["p99"])
+        value, unit = figures.format_duration(summary[f"{measure}_ms"]["p50"])
+        tail, tail_unit = figures.format_duration(summary[f"{measure}_ms"]["p99"])
         return tile(label, value, unit, f"median; p99 {tail} {tail_unit}")
 
     offered, achieved = summary["offered_rate"], summary["achieved_rate"]
-    kept = "" if achieved is None else f", {figures.format_rate(achieved)} achieved"
-    span = f"in {figures.number(float(result.duration_s))} s"
+    achieved_text = "" if achieved is None else f", {figures.format_rate(achieved)} achieved"
+    span = f"in {figures.format_number(float(result.duration_s))} s"
     tiles = [
         tile(
             "Output",
@@ -228,7 +191,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "Requests",
             figures.format_rate(summary["request_rate"]),
             "per s",
-            "no rate set" if offered is None else f"{figures.format_rate(offered)} offered{kept}",
+            "no rate set" if offered is None else f"{figures.format_rate(offered)} offered{achieved_text}",
         ),
         latency("Time to first token", "ttft"),
         latency("Inter-token latency", "itl"),
@@ -241,13 +204,13 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "bad" if summary["failed"] else "",
         ),
     ]
-    if summary["cached_tokens"] and summary["input_tokens"]:  # a server may tell the one and not the other
+    if summary["cached_tokens"] and summary["input_tokens"]:  # a server may report only one of them
         share = 100 * summary["cached_tokens"] / summary["input_tokens"]
         reused = summary["reused_tokens"]
         elsewhere = f"{reused:,} tokens from elsewhere" if reused else "equal beginnings"
-        tiles.append(tile("From the cache", figures.number(share), "% of prompt tokens", elsewhere))
+        tiles.append(tile("From the cache", figures.format_number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
-        limits = ", ".join(f"{name} ≤ {figures.plain(limit)} ms" for name, limit in result.slo.items())
+        limits = ", ".join(f"{name} ≤ {figures.format_setting(limit)} ms" for name, limit in result.slo.items())
         tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"inside {limits}"))
     return tiles
 
@@ -255,14 +218,14 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
 def _percentiles(summary: dict[str, Any], result: RunResult) -> list[dict[str, Any]]:
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES))
     rows = []
-    for measure, label in figures.MEASURES.items():
-        limit = result.slo.get(measure)
+    for name, measure in MEASURES.items():
+        limit = result.slo.get(name)
         rows.append(
             {
-                "label": label,
-                "unit": _UNITS[measure],
-                "cells": [figures.format_ms(summary[f"{measure}_ms"][column]) or "–" for column in columns],
-                "limit": "" if limit is None else figures.plain(limit),
+                "label": measure.label,
+                "unit": measure.unit,
+                "cells": [figures.format_ms(summary[f"{name}_ms"][column]) or "–" for column in columns],
+                "limit": "" if limit is None else figures.format_setting(limit),
             }
         )
     return rows
@@ -284,7 +247,7 @@ def _failures(result: RunResult) -> list[dict[str, Any]]:
 
 
 def _labels(result: RunResult) -> list[dict[str, Any]]:
-    """A row per label of a mixed workload; none where all requests carry the same."""
+    """A row per label of a mixed workload; none where all requests have the same label."""
     by_label: dict[str, list[RequestRecord]] = {}
     for record in result.records:
         by_label.setdefault(record.label or "–", []).append(record)
@@ -299,7 +262,7 @@ def _labels(result: RunResult) -> list[dict[str, Any]]:
 
 
 def _overview(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
-    """A row per run of several."""
+    """A row per run, where there are several."""
     rows = []
     for run in runs if len(runs) > 1 else ():
         summary = run.result.summary()
@@ -318,12 +281,12 @@ def _overview(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
 
 
 def _fits(context: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """A row per line through ITL over context."""
+    """A row per fitted line of ITL over context."""
     return [
         {
             "name": entry["name"],
-            "intercept": figures.number(fit["intercept"]),
-            "slope": f"{figures.number(fit['slope'] * 1000)} ± {figures.number(2000 * fit['error'])}",
+            "intercept": figures.format_number(fit["intercept"]),
+            "slope": f"{figures.format_number(fit['slope'] * 1000)} ± {figures.format_number(2000 * fit['error'])}",
             "shown": "" if abs(fit["slope"]) > 2 * fit["error"] else "none shown",
             "span": f"{entry['itl']['bins'][0]['x']:,.0f} to {entry['itl']['bins'][-1]['x']:,.0f}",
         }

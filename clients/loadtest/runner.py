@@ -1,4 +1,4 @@
-"""A load test run: sends what the workload asks when the schedule says, and records what returns."""
+"""Execution of a load test: sends the requests of a workload by a schedule, and records the responses."""
 
 from __future__ import annotations
 
@@ -15,29 +15,49 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.clients.loadtest.load_plan import LoadPlan, Schedule, intended_times
-from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult, percentile
-from windlass.clients.loadtest.sweep import Judgement, SweepResult, SweepSpec, find_highest_rate
-from windlass.clients.loadtest.target import ControlClient, LoadTestError, Server, metric_changes
+from windlass.clients.loadtest.load_plan import Arrivals, LoadPlan, intended_times
+from windlass.clients.loadtest.results import (
+    ABANDONED,
+    Judgement,
+    RequestRecord,
+    RunResult,
+    SweepResult,
+    percentile,
+)
+from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate
+from windlass.clients.loadtest.target import ControlClient, LoadTestError, metric_changes
 from windlass.clients.loadtest.timed_requests import Pool, RequestSender
 from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload, find_vocabulary
 
+TICK_SECONDS = 0.02
+
+# Beyond these limits the figures describe the generator rather than the server.
+BUSY_LIMIT = 0.9
+LAG_LIMIT_MS = 25.0
+
 _PROGRESS_SECONDS = 0.5
+
+# Requests prepared before the run, so that their preparation does not disturb it. Further ones are prepared during the run.
+_PREPARED_REQUESTS = 4096
+_PREPARED_BYTES = 256 * 2**20
+_PREPARATION_SLICE_S = 0.02  # the event loop runs between slices
+
+# Pause after a failed connection, doubled with each further one.
+_INITIAL_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 1.0
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """How far a run is. phase: "preparing", "warm-up" or "running". total: conversations to come, None where unknown.
+    """Progress of a run.
 
-    chunks: of streams, None where a run does not count them.
+    phase: "preparing", "warm-up" or "running". total: number of conversations, None where unknown. chunks: of streams, None
+    where a run does not count them.
     """
 
     phase: str = "preparing"
-    seconds: float = 0.0
     total: int | None = None
-    num_started: int = 0
     ended: int = 0
-    completed: int = 0
     failed: int = 0
     running: int = 0
     chunks: int | None = 0
@@ -46,16 +66,86 @@ class RunProgress:
 Progress = Callable[[RunProgress], None]
 
 
+def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
+    """`run_load` for callers without an event loop. It uses a MeasuredLoop, so that the result has the generator's load."""
+    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        return runner.run(run_load(plan, progress=progress))
+
+
+async def run_load(
+    plan: LoadPlan,
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+    workload: Workload | None = None,
+) -> RunResult:
+    """Run the test. Raises LoadTestError where the server cannot be tested with this plan; later failures are counted.
+
+    progress: called about twice a second. stop: once set, the run ends immediately with `interrupted` in its result.
+    workload: of an earlier run of the same plan, see `prepare`.
+    """
+    async with ControlClient(plan.target) as control:
+        workload = workload or await prepare(plan, control)
+        return await _Run(plan, control, workload, progress, stop or asyncio.Event()).run()
+
+
+async def prepare(plan: LoadPlan, control: ControlClient) -> Workload:
+    """Query the server and its tokenizer for the workload of a plan. Raises LoadTestError."""
+    server = await control.discover(plan.ready_s)
+    spec = plan.workload
+    if spec.chat and plan.vocab_size is not None:
+        raise LoadTestError("--vocab-size makes prompts of token ids, which chats do not accept: omit it")
+    if server.ignores_scalings and (spec.scalings or any(entry.has_scaling for entry in spec.trace)):
+        raise LoadTestError(
+            f"{plan.target.base} ({server.owner}) does not support rotary scaling per request and would ignore it: omit "
+            "--rope-scaling, and rope_scaling in the trace"
+        )
+    text = plan.text_prompts or (spec.turns > 1 and not server.supports_token_ids)
+    vocabulary = await find_vocabulary(control, server, chat=spec.chat, text=text, size=plan.vocab_size)
+    if spec.ignore_eos is None:
+        spec = dataclasses.replace(spec, ignore_eos=server.supports_ignore_eos)
+    return Workload(spec, server=server, vocabulary=vocabulary, seed=plan.seed)
+
+
+async def sweep_load(
+    plan: LoadPlan,
+    spec: SweepSpec,
+    workload: Workload,
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+    on_run: Callable[[Judgement, RunResult], None] | None = None,
+) -> SweepResult:
+    """Find the highest rate: one run of the plan per rate, with its Arrivals at that rate. Raises LoadTestError.
+
+    workload: see `prepare`; each run draws other prompts. A run sends more requests than the plan's count if its rate needs
+    more to show a queue, within the plan's duration.
+    """
+    arrivals = plan.schedule
+    if not isinstance(arrivals, Arrivals):
+        raise LoadTestError("a sweep needs arrivals at a rate")
+
+    async def run(rate: float, number: int, seconds: float) -> RunResult:
+        count = plan.count
+        if count is not None or plan.duration_s is None:
+            count = max(count or 0, math.ceil(rate * seconds))
+        schedule, seed = dataclasses.replace(arrivals, rate=rate), plan.seed + number
+        run_plan = dataclasses.replace(plan, schedule=schedule, seed=seed, count=count)
+        return await run_load(run_plan, progress=progress, stop=stop, workload=workload.with_seed(seed))
+
+    return await find_highest_rate(run, spec, plan.slo, on_run)
+
+
 async def report_progress(progress: Progress | None, snapshot: Callable[[], RunProgress]) -> None:
-    """Call it about twice a second, until cancelled."""
+    """Call `progress` about twice a second until cancelled."""
     while progress is not None:
-        with contextlib.suppress(OSError):  # whoever shows it has lost its terminal or its disk, and the run goes on
+        with contextlib.suppress(OSError):  # losing the terminal or the disk of the output must not end the run
             progress(snapshot())
         await asyncio.sleep(_PROGRESS_SECONDS)
 
 
 async def run_until_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Do the work unless told to stop; whether it was done to its end."""
+    """Run `work` until it ends or `stop` is set; whether it ended by itself."""
     if stop.is_set():
         work.close()
         return False
@@ -73,16 +163,8 @@ async def run_until_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event
     return True
 
 
-TICK_SECONDS = 0.02
-
-# Above these the figures say more about the generator than about the server.
-BUSY_LIMIT = 0.9
-
-LAG_LIMIT_MS = 25.0
-
-
 class IdleSelector(selectors.DefaultSelector):
-    """A selector that adds up the seconds it waited. The rest of the time the loop was at work, or had no processor."""
+    """A selector that sums the seconds it waited. In the remaining time the loop was busy, or had no processor."""
 
     waited = 0.0
 
@@ -95,7 +177,7 @@ class IdleSelector(selectors.DefaultSelector):
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
-    """An event loop whose idle time can be read."""
+    """An event loop with measured idle time."""
 
     def __init__(self) -> None:
         self.idle = IdleSelector()
@@ -103,7 +185,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
 
 class GeneratorHealth:
-    """Start it with the measured part of a run, stop it at its end, then ask for `report`."""
+    """Load and lag of the load generator between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -116,21 +198,19 @@ class GeneratorHealth:
         self._unsent = 0
 
     def start(self) -> None:
-        """Begin to watch."""
         self._begin, self._cpu = time.perf_counter(), time.process_time()
         self._waited = self._selector.waited if self._selector else 0.0
         self._schedule()
 
     def record_send(self, late_seconds: float) -> None:
-        """A request went out this many seconds later than it could have."""
+        """Record the delay of a request that the generator caused."""
         self._sends.append(late_seconds)
 
     def record_unsent(self) -> None:
-        """A request did not go out, as there was no file left for its connection."""
+        """Record a request without a file for its connection."""
         self._unsent += 1
 
     def stop(self) -> None:
-        """The measured part is over."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -146,8 +226,8 @@ class GeneratorHealth:
         self._schedule()
 
     def report(self, chunks: int) -> dict[str, Any]:
-        """What the run's `generator` holds. chunks: how many were received."""
-        assert self._taken is not None, "stop comes first"
+        """The run's `generator`, after `stop`. chunks: number of received chunks."""
+        assert self._taken is not None
         wall, cpu, waited = self._taken
         wall = max(wall, 1e-9)
         busy = 1 - waited / wall if self._selector else None
@@ -155,15 +235,13 @@ class GeneratorHealth:
         reasons = []
         if self._unsent:
             reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -Hn`")
-        # The first tick of a very short run says nothing about its share of the time.
+        # The shares of a very short run are not meaningful.
         if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * TICK_SECONDS:
-            reasons.append("its event loop was at work nearly all the time: lower the load, or run several generators")
+            reasons.append("its event loop was busy nearly all the time: lower the load, or run several generators")
         if lag["p99"] > LAG_LIMIT_MS:
-            reasons.append(
-                "its event loop ran late, so arrival times are late too: give it a processor core of its own"
-            )
+            reasons.append("its event loop ran late, so arrival times are late, too: give it its own processor core")
         elif sends["p99"] > LAG_LIMIT_MS:
-            reasons.append("it sent requests late: lower the load, or give it a processor core of its own")
+            reasons.append("it sent requests late: lower the load, or give it its own processor core")
         return {
             "limited": bool(reasons),
             "reasons": reasons,
@@ -183,94 +261,6 @@ def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
     return {"p50": percentile(ordered, 50), "p99": percentile(ordered, 99), "max": ordered[-1]}
 
 
-# LoadPlan too: who measures needs both, and docs/load-testing.md imports them from here.
-__all__ = ["LoadPlan", "Progress", "RunProgress", "measure", "prepare", "run_load", "sweep_load"]
-
-# Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
-_PREPARED_REQUESTS = 4096
-
-_PREPARED_BYTES = 256 * 2**20
-
-# After a connection that failed, doubled with each further one.
-_INITIAL_BACKOFF_S = 0.1
-
-_MAX_BACKOFF_S = 1.0
-
-_STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
-
-
-def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
-    """`run_load` for callers without an event loop. It runs on a MeasuredLoop, so the result says how busy the generator was."""
-    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
-        return runner.run(run_load(plan, progress=progress))
-
-
-async def run_load(
-    plan: LoadPlan,
-    *,
-    progress: Progress | None = None,
-    stop: asyncio.Event | None = None,
-    workload: Workload | None = None,
-    server: Server | None = None,
-) -> RunResult:
-    """Run the test. Raises LoadTestError where the server cannot be tested this way; what fails later is counted.
-
-    progress: called about twice a second. stop: once set, the run ends at once and its result says `interrupted`.
-    workload, server: as an earlier run of the same plan found them, see `prepare`.
-    """
-    async with ControlClient(plan.target) as control:
-        if server is None or workload is None:
-            server, workload = await prepare(plan, control)
-        return await _Run(plan, control, server, workload, progress, stop or asyncio.Event()).run()
-
-
-async def prepare(plan: LoadPlan, control: ControlClient) -> tuple[Server, Workload]:
-    """Ask the server what it is and what prompts for it are made of. Raises LoadTestError."""
-    server = await control.discover(plan.ready_s)
-    spec = plan.workload
-    text = plan.text_prompts or (spec.turns > 1 and not server.supports_token_ids)
-    if spec.chat and plan.vocab_size is not None:
-        raise LoadTestError("--vocab-size makes prompts of token ids, which no chat takes: leave it out")
-    if server.ignores_scalings and (spec.scalings or any(entry.has_scaling for entry in spec.trace)):
-        raise LoadTestError(
-            f"{plan.target.base} ({server.owner}) takes no rotary scaling from a request and would ignore it: leave "
-            f"--rope-scaling, and rope_scaling in the trace, out"
-        )
-    vocabulary = await find_vocabulary(control, server, chat=spec.chat, text=text, size=plan.vocab_size)
-    limit = server.max_model_len
-    if spec.ignore_eos is None:
-        spec = dataclasses.replace(spec, ignore_eos=server.supports_ignore_eos)
-    return server, Workload(spec, model=server.model, vocabulary=vocabulary, limit=limit, seed=plan.seed)
-
-
-async def sweep_load(
-    plan: LoadPlan,
-    spec: SweepSpec,
-    arrivals: Callable[[float], Schedule],
-    *,
-    progress: Progress | None = None,
-    stop: asyncio.Event | None = None,
-    workload: Workload,
-    server: Server,
-    on_run: Callable[[Judgement, RunResult], None] | None = None,
-) -> SweepResult:
-    """A run of the plan per rate, with the schedule that `arrivals` makes of it, until the highest rate is found.
-
-    Each run draws other prompts of the same kind. A run sends more than its count if its rate needs more to show a queue;
-    its duration bounds it all the same. Raises LoadTestError.
-    """
-
-    async def run(rate: float, number: int, seconds: float) -> RunResult:
-        count = plan.count
-        if count is not None or plan.duration_s is None:
-            count = max(count or 0, math.ceil(rate * seconds))
-        own = dataclasses.replace(plan, schedule=arrivals(rate), seed=plan.seed + number, count=count)
-        other = workload.with_seed(own.seed)
-        return await run_load(own, progress=progress, stop=stop, workload=other, server=server)
-
-    return await find_highest_rate(run, spec, plan.slo, on_run)
-
-
 class _Run:
     """The state of one run."""
 
@@ -278,12 +268,11 @@ class _Run:
         self,
         plan: LoadPlan,
         control: ControlClient,
-        server: Server,
         workload: Workload,
         progress: Progress | None,
         stop: asyncio.Event,
     ) -> None:
-        self._plan, self._control, self._server, self._workload = plan, control, server, workload
+        self._plan, self._control, self._workload = plan, control, workload
         self._progress, self._stop = progress, stop
         self._snapshot = RunProgress(total=plan.count)
         self._health = GeneratorHealth()
@@ -304,7 +293,7 @@ class _Run:
             ticker.cancel()
             self._pool.close()
             with contextlib.suppress(asyncio.CancelledError):
-                await ticker  # it also gives the connections the time to close
+                await ticker  # also gives the connections time to close
 
     async def _measure(self) -> RunResult:
         plan = self._plan
@@ -330,7 +319,7 @@ class _Run:
         if self._problem is not None:
             raise self._problem
         metrics = metric_changes(before, await self._control.metrics())
-        # What an interrupted run did not come to was not asked of the server.
+        # Requests that an interrupted run did not reach were not offered to the server.
         due = [time for time in times or () if finished or time <= ended]
         return self._result(started_at, ended, due, not finished, metrics)
 
@@ -351,7 +340,7 @@ class _Run:
             duration_s=max(0.0, ended - begin),
             offered_rate=None if plan.schedule is None else plan.schedule.offered_rate(due),
             settings={**plan.settings, "prompts": prompts, "seed": plan.seed},
-            server={"url": plan.target.base, **self._server.to_dict()},
+            server={"url": plan.target.base, **self._workload.server.to_dict()},
             server_metrics=metrics,
             slo=dict(plan.slo),
             generator={**self._health.report(chunks), "monotonic_start": self._start},
@@ -359,9 +348,8 @@ class _Run:
             started_at=started_at,
         )
 
-    # ---- before ------------------------------------------------------------------------------------------------------
     async def _warm_up(self) -> None:
-        """Requests of the same kind with other prompts: a server that remembers them would know the measured ones."""
+        """Send requests with other prompts, so that the server has not cached those of the measured part."""
         plan, workload = self._plan, self._workload
         if not plan.warmup:
             return
@@ -375,13 +363,13 @@ class _Run:
         await _run_all(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
 
     async def _prepared(self, total: int | None) -> Iterator[Conversation]:
-        """The conversations of the run; the first ones are made ahead."""
+        """The conversations of the run, of which the first are prepared now."""
         self._snapshot.phase = "preparing"
         source = self._workload.conversations()
         ready: deque[Conversation] = deque()
-        size, most = 0, _PREPARED_REQUESTS if total is None else min(total, _PREPARED_REQUESTS)
-        pause = time.perf_counter() + _STEP_SECONDS
-        while len(ready) < most and size < _PREPARED_BYTES and not self._stop.is_set():
+        size, max_requests = 0, _PREPARED_REQUESTS if total is None else min(total, _PREPARED_REQUESTS)
+        pause = time.perf_counter() + _PREPARATION_SLICE_S
+        while len(ready) < max_requests and size < _PREPARED_BYTES and not self._stop.is_set():
             conversation = next(source, None)
             if conversation is None:
                 break
@@ -389,10 +377,9 @@ class _Run:
             size += len(conversation.request.body)
             if time.perf_counter() > pause:
                 await asyncio.sleep(0)
-                pause = time.perf_counter() + _STEP_SECONDS
+                pause = time.perf_counter() + _PREPARATION_SLICE_S
         return _prepared_then(ready, source)
 
-    # ---- the two loops -----------------------------------------------------------------------------------------------
     async def _closed_loop(self, source: Iterator[Conversation]) -> None:
         plan = self._plan
         assert plan.concurrency is not None
@@ -408,9 +395,9 @@ class _Run:
                 if conversation is None:
                     return
                 failed = await self._converse(conversation, intended) in ("connection", "unsent")
-                # A server that is gone fails at once: without a pause it would be asked thousands of times a second.
+                # Connections to an absent server fail at once and would be tried thousands of times a second.
                 pause = min(_MAX_BACKOFF_S, 2 * pause or _INITIAL_BACKOFF_S) if failed else 0.0
-                if pause and plan.duration_s is not None:  # a run that ends by its count alone ends soon
+                if pause and plan.duration_s is not None:  # a run limited by its count ends soon anyway
                     await asyncio.sleep(max(0.0, min(pause, plan.duration_s - self._now())))
 
         await _run_all(client() for _ in range(min(plan.concurrency, self._snapshot.total or plan.concurrency)))
@@ -420,7 +407,7 @@ class _Run:
             self._slots = asyncio.Semaphore(self._plan.concurrency)
         async with asyncio.TaskGroup() as group:
             for intended in times:
-                # Pause even when late, so that answers are read.
+                # Sleep even when late, so that responses are read.
                 await asyncio.sleep(max(0.0, intended - self._now()))
                 conversation = next(source, None)
                 if conversation is None:
@@ -428,24 +415,18 @@ class _Run:
                 group.create_task(self._converse(conversation, intended))
 
     async def _converse(self, conversation: Conversation, intended: float) -> str:
-        """All turns of one conversation, the first of them at `intended`; how the last of them ended."""
-        self._snapshot.num_started += 1
+        """Send all turns of a conversation, the first at `intended`. Returns the outcome of the last."""
         while True:
             record = await self._request(conversation.request, intended)
             try:
-                if not record.completed or not conversation.advance(
-                    record.text or "",
-                    record.token_ids,
-                    input_tokens=record.input_tokens,
-                    output_tokens=record.output_tokens,
-                ):
+                if not record.completed or not conversation.advance(record):
                     break
             except LoadTestError as error:
                 self._problem = error
                 self._stop.set()
                 break
             assert record.ended is not None
-            intended = record.ended + conversation.think_s
+            intended = record.ended + conversation.think_time
             await asyncio.sleep(max(0.0, intended - self._now()))
         self._snapshot.ended += 1
         return record.outcome
@@ -454,7 +435,7 @@ class _Run:
         index = next(self._numbers)
         full = self._slots is not None and self._slots.locked()
         async with self._slots or contextlib.nullcontext():
-            # Waiting for a slot is intended; only the rest of the delay is the generator's own.
+            # Waiting for a slot is intended. Only other delays are due to the generator.
             self._health.record_send(0.0 if full else max(0.0, self._now() - intended))
             self._snapshot.running += 1
             try:
@@ -466,17 +447,14 @@ class _Run:
 
     def _record(self, record: RequestRecord) -> None:
         self._records.append(record)
-        self._snapshot.completed += record.completed
         self._snapshot.failed += not record.completed and record.outcome not in ABANDONED
         if record.outcome == "unsent":
             self._health.record_unsent()
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
     def _progress_snapshot(self) -> RunProgress:
-        self._snapshot.seconds = self._now()
         self._snapshot.chunks = self._sender.chunks
         return self._snapshot
 

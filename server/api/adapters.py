@@ -4,76 +4,91 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import require_admin, state_of
 from windlass.server.schemas.base import StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.streaming import run_while_connected
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
 
-
-class LoadAdapterRequest(StrictModel):
-    """`lora_path`: a directory as PEFT writes it, in the server's folder of adapters or relative to it."""
-
-    lora_name: AdapterName
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-class UnloadAdapterRequest(StrictModel):
-    """`lora_name`: of a loaded adapter."""
-
-    lora_name: AdapterName
-
-
-class AdapterAnswer(StrictModel):
-    """`draining`: requests still run with it; it goes when they end. `rank`, `targets`: of one that was loaded."""
-
-    id: str
-    object: Literal["lora_adapter"] = "lora_adapter"
-    status: Literal["loaded", "unloaded", "draining"]
-    rank: int | None = None
-    targets: list[str] | None = None
-
-
-router = APIRouter(tags=["Adapters"])
+router = ApiRouter("Adapters", "LoRA adapters, loaded and unloaded while the server runs.")
 
 _ERRORS = (*BODY_ERRORS, 403)
 
 
-@router.post(
+class LoadAdapterRequest(StrictModel):
+    """The adapter to load."""
+
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        description="Directory in PEFT's format, inside the server's adapter folder or relative to it."
+    )
+
+
+class UnloadAdapterRequest(StrictModel):
+    """The adapter to unload."""
+
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
+
+
+class AdapterAnswer(StrictModel):
+    """State of the adapter."""
+
+    id: str = Field(description="Name of the adapter.")
+    object: Literal["lora_adapter"] = "lora_adapter"
+    status: Literal["loaded", "unloaded", "draining"] = Field(
+        description="`draining`: requests still use the adapter; it is unloaded when they end."
+    )
+    rank: int | None = Field(default=None, description="Largest rank of the loaded adapter's matrices, else null.")
+    targets: list[str] | None = Field(
+        default=None, description="Kinds of layers that the loaded adapter changes, else null."
+    )
+
+
+@router.endpoint(
+    "POST",
     "/v1/load_lora_adapter",
-    openapi_extra=openapi_body(LoadAdapterRequest),
-    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
+    Operation(
+        body=LoadAdapterRequest,
+        response=AdapterAnswer,
+        errors=_ERRORS,
+        examples={"plain": ("A directory in the adapter folder", {"lora_name": "poet", "lora_path": "poet"})},
+    ),
 )
 async def load_adapter(request: Request) -> Response:
-    """Load an adapter, which requests name as their model from then on."""
+    """Load an adapter. Requests then give its name as their model."""
     require_admin(request)
     state = state_of(request)
-    body = await read_body(request, LoadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, LoadAdapterRequest)
     state.admit()
     adapter = await run_while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
     answer = AdapterAnswer(id=body.lora_name, status="loaded")
     if adapter.info is not None:
         answer.rank, answer.targets = adapter.info.rank, list(adapter.info.targets)
-    return JSONResponse(answer.model_dump())
+    return Response(to_json(answer), media_type="application/json")
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/unload_lora_adapter",
-    openapi_extra=openapi_body(UnloadAdapterRequest),
-    responses=openapi_responses(AdapterAnswer, errors=_ERRORS),
+    Operation(
+        body=UnloadAdapterRequest,
+        response=AdapterAnswer,
+        errors=_ERRORS,
+        examples={"plain": ("A loaded adapter", {"lora_name": "poet"})},
+    ),
 )
 async def unload_adapter(request: Request) -> Response:
-    """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
+    """Unload an adapter: refuse new requests for it, and answer when its last request has ended, or after a time limit."""
     require_admin(request)
     state = state_of(request)
-    body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, UnloadAdapterRequest)
     unloaded = await run_while_connected(request, state.adapters.unload(body.lora_name))
     answer = AdapterAnswer(id=body.lora_name, status="unloaded" if unloaded else "draining")
-    return JSONResponse(answer.model_dump())
+    return Response(to_json(answer), media_type="application/json")

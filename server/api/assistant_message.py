@@ -1,31 +1,27 @@
-"""The assistant's message as a chat message, content blocks and stream deltas."""
+"""The assistant's message as a chat message, as content blocks and as stream events."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.errors import response_too_large
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.response_format import JsonList, chat_logprobs, sample_object
-from windlass.server.serving.response_writer import ResponseOptions
+from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.response_format import JsonList, chat_logprobs
+from windlass.server.serving.response_writer import Writer
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,
     Content,
     Event,
     OutputParser,
-    ParsingPlan,
     PlainTextParser,
     Reasoning,
     TracksThinking,
 )
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -37,19 +33,20 @@ class _CallParts:
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it.
+    """Message of one choice of a chat.
 
-    thinking_tokens: how many tokens the thinking took, None where it is not told apart.
+    token_usage: its thinking tokens are counted if the parser recognizes thinking. collect: whether the message is
+    assembled (`message`), as for complete responses.
     """
 
     parser: OutputParser
-    legacy_function_call: bool
-    collect: bool
+    token_usage: TokenUsage
+    legacy_function_call: bool = False
+    collect: bool = False
     has_calls: bool = False
     has_text: bool = False
-    incomplete: bool = False  # the end came within the arguments of a call
-    thinking_tokens: int | None = field(init=False)
-    _pending_tokens: int = 0  # tokens that may turn out to have opened the thinking
+    incomplete: bool = False  # the answer ended within the arguments of a call
+    _pending_tokens: int = 0  # tokens that may belong to the start marker of the thinking
     _stage: TracksThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
@@ -57,10 +54,11 @@ class MessageBuilder:
 
     def __post_init__(self) -> None:
         self._stage = self.parser if isinstance(self.parser, TracksThinking) else None
-        self.thinking_tokens = None if self._stage is None else 0
 
     def parse(self, delta: Delta) -> list[Event]:
-        """The events that the text of a delta brings, those of one kind in a row joined."""
+        """Parse the text of a delta; adjacent events of one kind are merged."""
+        if self._stage is not None and self.token_usage.reasoning_tokens is None:
+            self.token_usage.reasoning_tokens = 0
         events: list[Event] = []
         pieces, tokens = delta.pieces or (delta.text,), len(delta.token_ids)
         for number in range(max(len(pieces), tokens)):
@@ -79,19 +77,21 @@ class MessageBuilder:
             self.has_text = self.has_text or isinstance(event, Content)
             if self.collect:
                 self._collect(event)
-        # A model that ends by itself has said all that it wanted to, however it is written.
+        # If the model ended the answer itself, even a malformed call is complete.
         if delta.finish_reason == "length" or isinstance(delta.stop_reason, str):
             self.incomplete = self.parser.in_call
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason as a chat tells it: a turn that ends by itself and calls, ended to call. Not where a stop string cut one."""
+        """The finish reason of a chat: a turn that ends by itself after calls ended because of them, unless a stop
+        string cut a call.
+        """
         if reason != "stop" or not self.has_calls or self.incomplete:
             return reason
         return "function_call" if self.legacy_function_call else "tool_calls"
 
     def delta(self, event: Event) -> dict[str, Any]:
-        """The `delta` of a chunk with this event."""
+        """The `delta` of a chunk for this event."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
@@ -109,11 +109,11 @@ class MessageBuilder:
         )
 
     def final_delta(self) -> dict[str, Any]:
-        """The `delta` of the last chunk. Content is null only where there are calls, so it may become empty text here."""
+        """The `delta` of the last chunk. Content is null only if there are calls, so it may become empty text here."""
         return {} if self.has_text or self.has_calls else {"content": ""}
 
     def message(self) -> dict[str, Any]:
-        """The message of a whole answer. Content is null where there are calls and no text."""
+        """The message of a complete answer. Content is null if there are calls and no text."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
@@ -131,9 +131,9 @@ class MessageBuilder:
         return message
 
     def _count_thinking(self) -> None:
-        assert self._stage is not None and self.thinking_tokens is not None
+        assert self._stage is not None and self.token_usage.reasoning_tokens is not None
         if self._stage.has_thought:
-            self.thinking_tokens += self._pending_tokens
+            self.token_usage.reasoning_tokens += self._pending_tokens
         if self._stage.has_thought or not self._stage.thinking:
             self._pending_tokens = 0
 
@@ -149,7 +149,7 @@ class MessageBuilder:
 
 
 def _merge_adjacent(events: Sequence[Event]) -> list[Event]:
-    """The same with fewer, longer events."""
+    """Merge adjacent events of the same kind."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -169,9 +169,9 @@ BlockKind = Literal["thinking", "text", "call"]
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """One of the answer's blocks; its index is its place. call_id, name: of a call, whose text is its arguments.
+    """A block of the answer: consecutive text, thinking, or one call, whose text is its arguments.
 
-    cut: the answer ended before the block did. logprobs: of the tokens of a text, where they are asked for.
+    incomplete: the answer ended within the block. logprobs: of the tokens of a text, if requested.
     """
 
     index: int
@@ -192,60 +192,45 @@ class AnswerBlock:
         return self._parts[0] if self._parts else ""
 
 
-class BlockWriter(ABC):
-    """Writes one answer of one prompt. parsing: how its text is taken apart; None where all of it is text.
+class BlockWriter(Writer):
+    """Writes the only answer of a prompt as blocks.
 
-    keeps: whether a stream keeps its blocks, because it repeats them.
+    collects: whether a stream stores its blocks, because later events repeat them.
     """
 
     collects = True
 
-    def __init__(
-        self, tokenizer: Tokenizer, token_usage: TokenUsage, options: ResponseOptions, parsing: ParsingPlan | None
-    ) -> None:
-        self.token_usage = token_usage
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        super().__init__(job, token_usage)
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
-        self.size = 0
         self.started = False
-        self._tokenizer = tokenizer
-        self._options = options
-        self._builder = MessageBuilder(
-            PlainTextParser() if parsing is None else parsing.new_parser(), False, collect=False
-        )
+        parser = PlainTextParser() if job.parsing is None else job.parsing.new_parser()
+        self._builder = MessageBuilder(parser, token_usage)
         self._open_block: AnswerBlock | None = None
-        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text has not come yet
+        self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
-    # ---- to be filled in ---------------------------------------------------------------------------------------------
+    # ---- implemented by subclasses -----------------------------------------------------------------------------------
     @abstractmethod
     def opening_events(self) -> bytes:
         """The events that open the stream."""
 
     @abstractmethod
     def block_start_events(self, block: AnswerBlock) -> bytes:
-        """The events of a block that begins."""
+        """The events that start a block."""
 
     @abstractmethod
     def block_delta_events(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> bytes:
-        """The events of more text of a block."""
+        """The events for a piece of a block."""
 
     @abstractmethod
     def block_stop_events(self, block: AnswerBlock) -> bytes:
-        """The events of a block that ends."""
+        """The events that end a block."""
 
-    @abstractmethod
-    def last_event(self) -> bytes:
-        """The events that end the stream."""
-
-    @abstractmethod
-    def pieces(self) -> list[bytes]:
-        """The whole answer's JSON."""
-
-    # ---- what a generation brings ------------------------------------------------------------------------------------
+    # ---- deltas of a generation --------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta. Raises ApiError where what is kept becomes too large."""
         events = b""
         if not self.started:
             self.started = True
@@ -253,21 +238,12 @@ class BlockWriter(ABC):
         return events + b"".join(self._process(delta, collect=self.collects))
 
     def add(self, delta: Delta) -> None:
-        """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
         for _ in self._process(delta, collect=True, emit=False):
             pass
 
-    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        raise AssertionError("these answers have none")  # no body of theirs asks for any
-
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
-        before = self._builder.thinking_tokens or 0
         events = self._builder.parse(delta)
-        if self._builder.thinking_tokens is not None:
-            self.token_usage.reasoning_tokens = (
-                (self.token_usage.reasoning_tokens or 0) + self._builder.thinking_tokens - before
-            )
-        if self._options.logprobs is not None:
+        if self.job.logprobs is not None:
             self._logprobs += delta.logprobs
         for event in events:
             if not self._continues_open_block(event):
@@ -287,14 +263,14 @@ class BlockWriter(ABC):
             yield from self._finish(delta, emit)
 
     def _finish(self, delta: Delta, emit: bool) -> Iterator[bytes]:
-        if not self.blocks:  # an answer has at least a text, if an empty one
+        if not self.blocks:  # an answer has at least one text, which may be empty
             self._open_block = self._new_block(Content(""))
             if emit:
                 yield self.block_start_events(self._open_block)
         self.finish_reason = self._builder.finish_reason(delta.finish_reason)
         self.stop_reason = delta.stop_reason
-        if delta.report is not None:
-            self.rotary = sample_object(delta.report, self._options.dropped_turns)
+        if delta.rotary is not None:
+            self.rotary = delta.rotary
         in_call = self._open_block is not None and self._open_block.kind == "call"
         yield from self._close(
             emit, incomplete=self._builder.incomplete if in_call else delta.finish_reason == "length"
@@ -302,7 +278,7 @@ class BlockWriter(ABC):
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
     def _continues_open_block(self, event: Event) -> bool:
-        """Whether the event belongs to the block that is open."""
+        """Whether the event belongs to the open block."""
         kind = None if self._open_block is None else self._open_block.kind
         if isinstance(event, Content):
             return kind == "text"
@@ -313,7 +289,7 @@ class BlockWriter(ABC):
     def _new_block(self, event: Event) -> AnswerBlock:
         index = len(self.blocks)
         if isinstance(event, Content):
-            block = AnswerBlock(index, "text", logprobs=None if self._options.logprobs is None else JsonList())
+            block = AnswerBlock(index, "text", logprobs=None if self.job.logprobs is None else JsonList())
         elif isinstance(event, Reasoning):
             block = AnswerBlock(index, "thinking")
         else:
@@ -330,20 +306,17 @@ class BlockWriter(ABC):
         self._open_block = None
 
     def _logprobs_of(self, block: AnswerBlock) -> JsonList | None:
-        """Log-probabilities that go with the text that has just come; those of what is no text are left out."""
+        """Log-probabilities of the text of this event. Those of other tokens are dropped."""
         if block.logprobs is None:
             self._logprobs.clear()
             return None
         found = JsonList()
-        top, names = self._options.logprobs or 0, self._options.tokens_as_ids
-        found.extend(chat_logprobs(self._tokenizer, self._logprobs, top, names=names)["content"])
+        found.extend(chat_logprobs(self.job.state.tokenizer, self._logprobs, self.job.logprobs or 0)["content"])
         self._logprobs.clear()
         return found
 
     def _collect(self, block: AnswerBlock, text: str, logprobs: JsonList | None) -> None:
         block.append(text)
-        self.size += len(text) + (0 if logprobs is None else logprobs.size)
+        self.budget.add(len(text) + (0 if logprobs is None else logprobs.size))
         if logprobs is not None and block.logprobs is not None:
             block.logprobs.take(logprobs)
-        if self.size > self._options.max_bytes:
-            raise response_too_large(self.size, self._options.max_bytes, grown=True)

@@ -5,38 +5,39 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.serving.conversation import check_chat, prepare_chat
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.generation import fingerprinted_envelope, run_generation
-from windlass.server.serving.response_format import JsonList, chat_logprobs
+from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.response_format import JsonList, chat_logprobs, encode
 from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
-from windlass.server.text.stream_parser import Content, Event, ParsingPlan
+from windlass.server.text.stream_parser import Content, Event
+
+router = ApiRouter("Chat", "The next turn of a conversation, in OpenAI's form.")
 
 
 class ChatWriter(ChoiceWriter):
-    """A chat has one prompt, so what concerns the prompt stands at the top level of the answer.
+    """Writes the answers to a chat. As a chat has one prompt, values of the prompt are at the top level of the answer."""
 
-    parsing: how texts are taken apart; None where all text is content.
-    """
-
-    def __init__(self, *args: Any, parsing: ParsingPlan | None = None) -> None:
-        super().__init__(*args)
-        self._logprobs_by_choice: dict[int, JsonList] = {}  # log-probabilities by choice
-        self._parsing = parsing
+    def __init__(self, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage) -> None:
+        kind = "chat.completion.chunk" if job.body.stream else "chat.completion"
+        super().__init__(job, prompts, token_usage, "chatcmpl", kind)
+        self._logprobs_by_choice: dict[int, JsonList] = {}
+        self._parsing = job.parsing
         self._builders: dict[int, MessageBuilder] = {}
 
     def begin(self, choice: int) -> bytes:
@@ -46,7 +47,7 @@ class ChatWriter(ChoiceWriter):
         self._begun.add(choice)
         delta = {"role": "assistant", "content": content}
         first = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.opening([first], **self.extra_fields())
+        return self.chunk([first], encode, **self.extra_fields())
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (choice, text)
@@ -57,17 +58,17 @@ class ChatWriter(ChoiceWriter):
             return super().event(delta)
         builder, events = self._parsed(delta, collect=False)
         if not events and delta.finish_reason is None and not self._detailed:
-            return b""  # the parser holds it back
+            return b""  # the parser holds the text back
         first = b""
         if delta.choice not in self._begun:
-            # Content stays null where nothing but calls follows.
+            # Content stays null if only calls follow.
             first = self._begin(delta.choice, "" if events and isinstance(events[0], Content) else None)
         if len(events) == 1 and isinstance(events[0], Content) and not self._detailed and delta.finish_reason is None:
             return first + self._head + self.plain(delta.choice, to_json(events[0].text)) + self._tail
         return first + b"".join(self._chunks(builder, delta, events))
 
     def _chunks(self, builder: MessageBuilder, delta: Delta, events: list[Event]) -> Iterator[bytes]:
-        """A chunk for each event, and one for the end. What belongs to the tokens goes with the first of them."""
+        """One chunk per event, and one for the end. Values of the tokens go with the first chunk."""
         of_tokens, reason = delta, delta.finish_reason
         for event in events:
             yield self.chunk([self._choice(replace(of_tokens, finish_reason=None), builder.delta(event))])
@@ -80,20 +81,14 @@ class ChatWriter(ChoiceWriter):
 
     def _parsed(self, delta: Delta, *, collect: bool) -> tuple[MessageBuilder, list[Event]]:
         builder = self._builder(delta.choice, collect=collect)
-        before = builder.thinking_tokens or 0
-        events = builder.parse(delta)
-        if builder.thinking_tokens is not None:
-            self.token_usage.reasoning_tokens = (
-                (self.token_usage.reasoning_tokens or 0) + builder.thinking_tokens - before
-            )
-        return builder, events
+        return builder, builder.parse(delta)
 
     def _builder(self, choice: int, *, collect: bool) -> MessageBuilder:
         assert self._parsing is not None
         builder = self._builders.get(choice)
         if builder is None:
             builder = self._builders[choice] = MessageBuilder(
-                self._parsing.new_parser(), self._parsing.legacy_function_call, collect
+                self._parsing.new_parser(), self.token_usage, self._parsing.legacy_function_call, collect
             )
         return builder
 
@@ -108,11 +103,11 @@ class ChatWriter(ChoiceWriter):
             "logprobs": None,
             "finish_reason": delta.finish_reason,
         }
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             fields["logprobs"] = self._logprobs(delta)
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["token_ids"] = delta.token_ids
         return fields
 
@@ -134,18 +129,16 @@ class ChatWriter(ChoiceWriter):
             "finish_reason": reason,
             "stop_reason": result.stop_reason,
         }
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             fields["logprobs"] = {"content": self._logprobs_by_choice.get(choice) or JsonList(), "refusal": None}
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["token_ids"] = result.token_ids
         return fields
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        top, names = self.options.logprobs or 0, self.options.tokens_as_ids
-        return chat_logprobs(self.tokenizer, delta.logprobs, top, names=names)
+        return chat_logprobs(self.tokenizer, delta.logprobs, self.job.logprobs or 0, names=self.names)
 
     def store_logprobs(self, delta: Delta) -> int:
-        assert self.options.logprobs is not None
         content = self._logprobs_by_choice.setdefault(delta.choice, JsonList())
         before = content.size
         content.extend(self._logprobs(delta)["content"])
@@ -153,39 +146,71 @@ class ChatWriter(ChoiceWriter):
 
     def extra_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["prompt_token_ids"] = self.prompts[0].token_ids
         if 0 in self.prompt_objects:
             fields["prompt_logprobs"] = self.prompt_objects[0]
         return fields
 
 
-router = APIRouter(tags=["Chat"])
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@router.post(
-    "/v1/chat/completions",
-    openapi_extra=openapi_body(ChatRequest),
-    responses=openapi_responses(ChatCompletion, events=ChatEvent, errors=GENERATION_ERRORS),
+_example_chunk = partial(example_chunk, "chatcmpl", "chat.completion.chunk")
+
+
+def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **fields}
+
+
+_CHAT = Operation(
+    body=ChatRequest,
+    response=ChatCompletion,
+    events=ChatEvent,
+    done_event=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "streamed": (
+            "Streamed",
+            {**_QUESTION, "max_tokens": 16, "stream": True, "stream_options": {"include_usage": True}},
+        ),
+        "held": (
+            "An answer that follows a schema",
+            {
+                **_QUESTION,
+                "max_tokens": 64,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
+            },
+        ),
+        "likely": (
+            "With log-probabilities",
+            {**_QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+        ),
+    },
+    stream_examples=[
+        _example_chunk(_example_choice({"role": "assistant", "content": ""})),
+        _example_chunk(_example_choice({"content": "Far"})),
+        _example_chunk(_example_choice({"content": "."}, "length", stop_reason=None)),
+        _example_chunk(),
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/chat/completions", _CHAT)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, ChatRequest, stall_seconds=state.settings.body_stall_seconds)
-    chat = await check_chat(state, request, body, arrival=arrival)
+    body = await read_body(request, ChatRequest)
+    chat = await check_chat(request, body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
         prompts, job = await prepare_chat(chat)
-
-        def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ChoiceWriter:
-            head = fingerprinted_envelope(
-                "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job
-            )
-            return ChatWriter(state.tokenizer, prompts, token_usage, job.options, head, parsing=job.parsing)
-
+        make_writer = partial(ChatWriter, job, prompts)
         await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
-    return Exchange(state, work, deadline=chat.job.deadline)
+    return Exchange(state, work, deadline=chat.deadline)

@@ -7,7 +7,6 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,9 +14,9 @@ from starlette.responses import Response
 from windlass.engine.interface.model_info import Activation
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
-from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
+from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, PromptUsage, RowsList
 from windlass.server.serving.job import PoolingJob, envelope
 from windlass.server.serving.pair_scores import probabilities
 from windlass.server.serving.pooling import (
@@ -27,59 +26,70 @@ from windlass.server.serving.pooling import (
     pool,
     split_inputs,
     unpack_rows,
-    usage,
 )
 from windlass.server.serving.streaming import Exchange
 
-_NUMBER_BYTES = 16  # "-0.000123456789,"
+_NUMBER_BYTES = 16  # such as "-0.000123456789,"
+
+router = ApiRouter("Embeddings", "Texts as vectors.")
+
+_ITEM_BYTES = 80  # of the JSON around a vector
+_PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
+_CLASS_KINDS = ("classify", "classify tokens", "answer")
+_VALUES_PER_BATCH = 256 * 1024  # numbers rendered before other tasks get their turn
 
 
 def max_vector_bytes(values: int, *, base64: bool) -> int:
-    """How large a vector of so many values may become in JSON."""
+    """Maximum size of a vector in JSON, in bytes."""
     return 2 + (-(-4 * values // 3) + 4 if base64 else _NUMBER_BYTES * values)
 
 
 def vector_json(values: Sequence[float]) -> bytes:
-    """A list of float32 numbers with the nine digits that tell each from all others."""
+    """A list of float32 numbers. Nine digits distinguish any two of them."""
     return b"[" + ",".join([format(value, ".9g") for value in values]).encode() + b"]"
 
 
 def base64_json(rows: PooledRows) -> bytes:
-    """The bytes of the rows as a JSON string."""
+    """The bytes of the rows as a JSON string in base64."""
     return b'"' + b64encode(rows.values) + b'"'
 
 
-router = APIRouter(tags=["Embeddings"])
-
-_ITEM_BYTES = 80  # of JSON around a vector
-
-_PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
-
-_CLASS_KINDS = ("classify", "classify tokens", "answer")
-
-_VALUES_PER_BATCH = 256 * 1024  # numbers written before others get their turn
-
-
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/embeddings",
-    openapi_extra=openapi_body(EmbeddingRequest),
-    responses=openapi_responses(EmbeddingList, errors=GENERATION_ERRORS),
+    Operation(
+        body=EmbeddingRequest,
+        response=EmbeddingList,
+        errors=GENERATION_ERRORS,
+        examples={
+            "plain": ("A vector per text", {"input": ["The king said", "The sea is wide"]}),
+            "packed": (
+                "A short vector in base64",
+                {"input": "The king said", "pooling": "mean", "dimensions": 8, "encoding_format": "base64"},
+            ),
+        },
+    ),
 )
 async def create_embeddings(request: Request) -> Response:
-    """A vector for each text."""
+    """Compute a vector for each text."""
     body, job = await begin_pooling(request, EmbeddingRequest)
     inputs = split_inputs(body.input)
     rule = embedding_rule(job, pooling=body.pooling, normalize=body.normalize, dimensions=body.dimensions)
     return _respond(job, inputs, rule, "embd", base64=body.encoding_format == "base64")
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/pooling",
-    openapi_extra=openapi_body(PoolingRequest),
-    responses=openapi_responses(RowsList, errors=GENERATION_ERRORS),
+    Operation(
+        body=PoolingRequest,
+        response=RowsList,
+        errors=GENERATION_ERRORS,
+        examples={"states": ("The state of each token", {"input": "The king said", "pooling": "all", "dimensions": 4})},
+    ),
 )
 async def create_pooling(request: Request) -> Response:
-    """The hidden states of texts, pooled or token by token."""
+    """Return the hidden states or classes of texts, pooled or per token."""
     body, job = await begin_pooling(request, PoolingRequest)
     inputs = split_inputs(body.input)
     rule = _pooling_rule(job, body)
@@ -90,30 +100,28 @@ async def create_pooling(request: Request) -> Response:
 
 
 def _pooling_rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
-    """What the body's task comes to. Raises ApiError for one without a head here, or fields that do not go with it."""
+    """The pooling rule of a request. Raises ApiError if the model has no suitable head, or if fields conflict."""
     classifier, task = job.info.classifier, body.task
     if task is None and classifier is not None and classifier.per_token and body.pooling is None:
         task = "token_classify"
     if task not in ("classify", "token_classify"):
         if body.use_activation is not None:
-            raise bad_request("use_activation goes with classes: ask for them with task", "use_activation")
+            raise bad_request("use_activation applies only to classes: set task", "use_activation")
         pooling = body.pooling
         if task is not None:
             if (pooling == "all") != (task == "token_embed") and pooling is not None:
-                raise bad_request(
-                    f"pooling {pooling!r} and task {task!r} say different things: leave one out", "pooling"
-                )
+                raise bad_request(f"pooling {pooling!r} conflicts with task {task!r}: remove one of them", "pooling")
             pooling = "all" if task == "token_embed" else pooling
         return embedding_rule(job, pooling=pooling, normalize=bool(body.normalize), dimensions=body.dimensions)
     for field in ("pooling", "normalize", "dimensions"):
         if getattr(body, field) is not None:
-            raise bad_request(f"{field} goes with states: {task} gives classes, so leave it out", field)
+            raise bad_request(f"{field} applies only to hidden states, and {task} returns classes: remove it", field)
     if task == "classify" and classifier is None and job.state.rerank_answer_ids:
         return PoolingRule("answer", answers=job.state.rerank_answer_ids)
     wanted = "…ForTokenClassification" if task == "token_classify" else "…ForSequenceClassification"
     if classifier is None or classifier.per_token != (task == "token_classify"):
         raise bad_request(
-            f"this model is a {job.info.architecture}, whose head tells no such classes: serve a {wanted}",
+            f"this model is a {job.info.architecture}, which has no head for these classes: serve a {wanted}",
             "task",
             "no_classifier",
         )
@@ -129,9 +137,10 @@ def _respond(
     base64: bool,
     apply_activation: bool = False,
 ) -> Exchange:
-    """Refused where it would become too large: before the texts are tokenized, or of single tokens right after.
+    """Pool the inputs and render the rows. Too large answers are refused before the texts are tokenized, or right
+    after.
 
-    activated: rows are logits of classes, of which probabilities are made.
+    apply_activation: the rows are logits of classes, which become probabilities.
     """
     classifier = job.info.classifier
     width = rule.dimensions or job.info.hidden_size
@@ -158,7 +167,7 @@ def _respond(
                     batch = await job.state.text.run_in_thread(_apply_activation, batch, activation)
                 pieces.append(await job.state.text.run_in_thread(_render_items, batch, first, prefix, rule, base64))
                 batch, first, batch_bytes = [], number, 0
-        await exchange.send_json([*pieces, b'],"usage":', to_json(usage(count)), b"}"])
+        await exchange.send_json([*pieces, b'],"usage":', PromptUsage.of(count).json_bytes(), b"}"])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
@@ -173,7 +182,7 @@ def _check_size(job: PoolingJob, items: int, rows: int, width: int, *, base64: b
 
 
 def _apply_activation(batch: list[PooledRows], activation: Activation) -> list[PooledRows]:
-    """Probabilities in place of logits."""
+    """Turn logits into probabilities."""
     found = []
     for rows in batch:
         flat = array("f", [value for row in unpack_rows(rows) for value in probabilities(row, activation)])
@@ -184,7 +193,7 @@ def _apply_activation(batch: list[PooledRows], activation: Activation) -> list[P
 
 
 def _render_items(batch: list[PooledRows], first: int, prefix: str, rule: PoolingRule, base64: bool) -> bytes:
-    """The items of a few texts."""
+    """JSON of the items of some texts."""
     parts = []
     for index, rows in enumerate(batch, start=first):
         if base64:

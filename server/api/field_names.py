@@ -1,23 +1,22 @@
-"""Errors about fields of a chat, in the names of the API that the request used."""
+"""Requests translated from other APIs, whose errors use the field names of the API that the client used."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from windlass.engine.errors import RequestError
 from windlass.server.errors import ApiError
-from windlass.server.schemas.chat import ChatRequest
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(\w+))?.*")
 
 
 class FieldNames:
-    """names: by the chat's name of a field, what it is called here. places: by message, where it came from.
+    """Names of fields in the original API.
 
-    parts: by the chat's name of a field of a message, what it is called there; "" for the place itself.
+    names: by the name in the translated request. message_paths: path in the original body, by message of the chat.
+    message_fields: by the name of a field of a chat message; "" means the path itself.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class FieldNames:
 
     @contextmanager
     def renamed_errors(self) -> Iterator[None]:
-        """Errors raised inside name the fields as this API does."""
+        """Rename the fields in errors that are raised inside."""
         try:
             yield
         except ApiError as error:
@@ -52,11 +51,3 @@ class FieldNames:
         for theirs, ours in self._names.items():
             message = re.sub(rf"(?<![\w.]){theirs}(?![\w])", ours, message)
         return message, param
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTranslation:
-    """A chat in place of another body, and how errors about it are told."""
-
-    body: ChatRequest
-    names: FieldNames

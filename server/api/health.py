@@ -2,64 +2,95 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from pydantic_core import to_json
+from typing import Literal
+
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.api.router import ApiRouter, Operation, json_response
 from windlass.server.app.state import ServerState, require_admin, state_of
 from windlass.server.observability.metrics import CONTENT_TYPE
-from windlass.server.schemas.openapi import openapi_responses
-from windlass.server.schemas.response_parts import Status, Version
+from windlass.server.schemas.base import StrictModel
 
-router = APIRouter(tags=["Health"])
-
-_STATUS_RESPONSES = openapi_responses(Status)
-
-_STATUS_RESPONSES[503] = {**_STATUS_RESPONSES[200], "description": "It is not"}
+router = ApiRouter("Health", "State of the server.")
 
 
-@router.get("/health", responses=_STATUS_RESPONSES)
+class ReplicaCount(StrictModel):
+    """Engines of a server with several."""
+
+    total: int = Field(description="Number of engines that serve the model.")
+    ready: int = Field(description="Number of engines that accept requests.")
+
+
+class Status(StrictModel):
+    """State of the server: `draining` during a shutdown, else the state of its engine."""
+
+    status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"] = Field(
+        description="State of the server."
+    )
+    degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = Field(
+        default=None,
+        description="Only for `/health`: faults of the last minute from which the server recovered. Absent if "
+        "there were none.",
+    )
+    crash_report: str | None = Field(
+        default=None,
+        description="Only for `/health`: file name of the last crash report of the engine, in `--crash-dir`. "
+        "Absent if there is none.",
+    )
+    replicas: ReplicaCount | None = Field(
+        default=None, description="Only for `/health`: number of engines. Absent if there is one engine."
+    )
+
+
+class Version(StrictModel):
+    """Version number of the server."""
+
+    version: str = Field(description="Version of the server.")
+
+
+_STATUS = Operation(response=Status, unready="The engine is not ready, or the connection was refused.")
+
+
+@router.endpoint("GET", "/health", _STATUS)
 async def health(request: Request) -> Response:
-    """200 while process and engine are alive, draining included; tells what has lately gone wrong."""
+    """200 while the process and the engine are alive, draining included; lists recent faults."""
     state = state_of(request)
-    degraded = state.conditions.current()
-    details: dict[str, object] = {"degraded": degraded} if degraded else {}
-    # Anybody may ask: the name alone, in a folder that the operator knows.
+    answer = Status.model_construct(status=state.engine.state)
+    if degraded := state.conditions.current():
+        answer.degraded = degraded
+    # Any client may ask: only the name, in a folder that the operator knows.
     if (report := state.engine.crash_report) is not None:
-        details["crash_report"] = report.name
+        answer.crash_report = report.name
     if state.engine.has_replicas:
         engines = state.engine.engines
-        details["replicas"] = {"total": len(engines), "ready": sum(engine.state == "ready" for engine in engines)}
-    return _status(state, state.engine.state == "ready", state.engine.state, details)
+        ready = sum(engine.state == "ready" for engine in engines)
+        answer.replicas = ReplicaCount(total=len(engines), ready=ready)
+    return _response(state, answer, state.engine.state == "ready")
 
 
-@router.get("/ready", responses=_STATUS_RESPONSES)
+@router.endpoint("GET", "/ready", _STATUS)
 async def ready(request: Request) -> Response:
     """200 while new work is accepted."""
     state = state_of(request)
-    accepting = state.engine.state == "ready" and not state.draining
-    return _status(state, accepting, "draining" if state.draining else state.engine.state)
+    answer = Status.model_construct(status="draining" if state.draining else state.engine.state)
+    return _response(state, answer, answer.status == "ready")
 
 
-@router.get("/version", responses=openapi_responses(Version))
+@router.endpoint("GET", "/version", Operation(response=Version))
 async def version(request: Request) -> Response:
     """Version of the server."""
-    return Response(to_json({"version": request.app.version}), media_type="application/json")
+    return json_response(Version(version=request.app.version))
 
 
-@router.get("/metrics", responses=openapi_responses(None, media_type="text/plain", errors=(403,)))
+@router.endpoint("GET", "/metrics", Operation(response=None, errors=(403,)))
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     require_admin(request)
     return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _status(state: ServerState, ok: bool, status: str, details: dict[str, object] | None = None) -> Response:
+def _response(state: ServerState, answer: Status, ok: bool) -> Response:
     headers = {} if ok else {"retry-after": str(state.settings.retry_after_seconds)}
-    return Response(
-        to_json({"status": status, **(details or {})}),
-        status_code=200 if ok else 503,
-        media_type="application/json",
-        headers=headers,
-    )
+    return json_response(answer, status=200 if ok else 503, headers=headers)

@@ -8,111 +8,22 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.schemas.base import RopeScalingField, StrictModel
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 
-
-class CacheGroup(StrictModel):
-    """The pages of one KV group. Entry i of the lists is a cell: `blocks_per_cell` blocks, the first of them i times as many.
-
-    What `held`, `shared` and `idle` leave of a cell is free, and so is everything behind the first `num_shown` blocks.
-    """
-
-    num_blocks: int
-    num_shown: int
-    blocks_per_cell: int
-    window: Annotated[int | None, Field(description="Tokens that its layers see; null: all.")]
-    held: Annotated[list[int], Field(description="Blocks of the cell that one request holds.")]
-    shared: Annotated[list[int], Field(description="Blocks of the cell that several requests hold.")]
-    idle: Annotated[list[int], Field(description="Blocks that nobody holds and an equal prompt may take up again.")]
-    owners: Annotated[list[int], Field(description="Index into `sequences` of one that holds a block of it, or -1.")]
-    engine: Annotated[int, Field(description="The number of the replica whose cache it is part of.")] = 0
-    states: Annotated[
-        bool, Field(description="Whether a block is what layers carry of a sequence from token to token, and no pages.")
-    ] = False
-
-
-class CacheSequence(StrictModel):
-    """A running sequence: its tokens, those of its prompt, those found in the cache, and what moved in it."""
-
-    num_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_blocks: int
-    num_shifts: int
-    num_reused_tokens: int
-
-
-class CachePages(StrictModel):
-    """The cache as it is now. `counters`: numbers that `/metrics` has too, by names of their own."""
-
-    time: Annotated[float, Field(description="Seconds on a clock that only goes forward, for rates of the counters.")]
-    block_size: int
-    bytes_per_token: int
-    groups: list[CacheGroup]
-    sequences: Annotated[list[CacheSequence], Field(description="Those that run, at most 64 of an engine.")]
-    counters: dict[str, float]
-
-
-class AttentionRequest(StrictModel):
-    """Either `prompt` or `tokens`: a text of 2 to 256 tokens. `rope_scaling` as a request would give it."""
-
-    model: str | None = None
-    prompt: Annotated[str, Field(max_length=16384)] | None = None
-    tokens: (
-        Annotated[
-            list[Any],
-            Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
-        ]
-        | None
-    ) = None
-    layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    head: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    rope_scaling: RopeScalingField = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.prompt is None) == (self.tokens is None):
-            raise PydanticCustomError("source", "give either prompt or tokens")
-        return self
-
-
-class AttentionMap(StrictModel):
-    """What one head attends to. Row i of `weights` and `scores` has the tokens 0 to i; null: a token it cannot see."""
-
-    model: str
-    layer: int
-    head: int
-    num_layers: int
-    num_heads: int
-    tokens: list[int]
-    fingerprint: Annotated[str, Field(description="Of the rotation that the text was read under.")]
-    weights: Annotated[list[list[float]], Field(description="After the softmax.")]
-    scores: Annotated[
-        list[list[float | None]], Field(description="Before the softmax: scaled, and capped where it is.")
-    ]
-    weight_by_distance: Annotated[
-        list[float], Field(description="Mean weight of the tokens so many places back, over rows that have one.")
-    ]
-    score_by_distance: Annotated[
-        list[float | None], Field(description="Mean score of the tokens so many places back; null: none is seen.")
-    ]
-
-
-router = APIRouter(tags=["Inside"])
+router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
 
 _COUNTERS = (
     "num_running",
@@ -130,41 +41,155 @@ _COUNTERS = (
 )
 
 
-@router.get("/v1/cache", responses=openapi_responses(CachePages, errors=(403,)))
+class CacheGroup(StrictModel):
+    """Blocks of one KV group. Entry i of the lists is a cell of `blocks_per_cell` blocks, from block i *
+    `blocks_per_cell` on.
+
+    The blocks of a cell that are not `held`, `shared` or `idle` are free, like all blocks after the first
+    `num_shown`.
+    """
+
+    num_blocks: int = Field(description="Number of blocks of the group.")
+    num_shown: int = Field(description="Number of blocks that the lists cover. The blocks after them are free.")
+    blocks_per_cell: int = Field(description="Number of blocks per entry of the lists.")
+    window: int | None = Field(description="Number of tokens that the layers attend to. Null: all.")
+    held: list[int] = Field(description="Number of blocks of each cell that one request holds.")
+    shared: list[int] = Field(description="Number of blocks of each cell that several requests hold.")
+    idle: list[int] = Field(
+        description="Number of blocks of each cell that no request holds and an equal prompt can reuse."
+    )
+    owners: list[int] = Field(description="Index into `sequences` of one that holds a block of the cell, or -1.")
+    engine: int = Field(default=0, description="Index of the replica that has the cache.")
+    states: bool = Field(
+        default=False, description="Whether a block holds a recurrent state instead of keys and values."
+    )
+
+
+class CacheSequence(StrictModel):
+    """A running sequence."""
+
+    num_tokens: int = Field(description="Number of tokens, prompt and output.")
+    num_prompt_tokens: int = Field(description="Number of prompt tokens.")
+    num_cached_tokens: int = Field(description="Number of prompt tokens that were found in the prefix cache.")
+    num_blocks: int = Field(description="Number of blocks that the sequence holds.")
+    num_shifts: int = Field(description="Number of times that oldest tokens were dropped.")
+    num_reused_tokens: int = Field(
+        description="Number of prompt tokens from passages that were cached at other positions."
+    )
+
+
+class CachePages(StrictModel):
+    """Current contents of the cache."""
+
+    time: float = Field(description="Monotonic time in seconds, for rates of the counters.")
+    block_size: int = Field(description="Number of tokens per block.")
+    bytes_per_token: int = Field(description="Memory per token in all layers, in bytes.")
+    groups: list[CacheGroup] = Field(description="Blocks of each KV group.")
+    sequences: list[CacheSequence] = Field(description="Running sequences, at most 64 per engine.")
+    counters: dict[str, float] = Field(description="Counters and gauges that `/metrics` also has.")
+
+
+class AttentionRequest(StrictModel):
+    """A text of 2 to 256 tokens, as `prompt` or as `tokens`, and a head of the model."""
+
+    model: RequestedModel = None
+    prompt: Annotated[str, Field(max_length=16384)] | None = Field(default=None, description="Text of 2 to 256 tokens.")
+    tokens: (
+        Annotated[
+            list[Any],
+            Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
+        ]
+        | None
+    ) = Field(default=None, description="Token ids in place of `prompt`.")
+    layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, description="Index of the layer, from 0. Default: 0."
+    )
+    head: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, description="Index of the head in the layer, from 0. Default: 0."
+    )
+    rope_scaling: RopeScalingField = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.tokens is None):
+            raise PydanticCustomError("source", "give either prompt or tokens")
+        return self
+
+
+class AttentionMap(StrictModel):
+    """Attention of one head. Row i of `weights` and `scores` has the tokens 0 to i. Null: a masked token."""
+
+    model: str = Field(description="Name of the served model.")
+    layer: int = Field(description="Index of the layer, from 0.")
+    head: int = Field(description="Index of the head in the layer, from 0.")
+    num_layers: int = Field(description="Number of layers of the model.")
+    num_heads: int = Field(description="Number of heads of the layer.")
+    tokens: list[int] = Field(description="Token ids of the text.")
+    fingerprint: str = Field(description="Fingerprint of the rotation.")
+    weights: list[list[float]] = Field(description="Attention weights after the softmax.")
+    scores: list[list[float | None]] = Field(
+        description="Attention scores before the softmax, scaled and, if the model does so, capped."
+    )
+    weight_by_distance: list[float] = Field(description="Mean weight by distance in tokens, from 0.")
+    score_by_distance: list[float | None] = Field(
+        description="Mean score by distance in tokens, from 0. Null if no token at this distance is visible."
+    )
+
+
+@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
-    """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
+    """Current contents of the cache: blocks by their state and owner, running sequences, and counters."""
     require_admin(request)
     state = state_of(request)
     return LargeJsonResponse(await state.cache_view.get(lambda: _cache_json(state)))
 
 
 async def _cache_json(state: ServerState) -> tuple[bytes, float]:
-    """The answer, and the seconds that it cost the engine."""
+    """The answer, and the time that it cost the engine in seconds."""
     info = loaded_model(state)
-    # Asked for together, both are answered between the same two steps.
+    # Sent together, both are answered between the same two steps.
     snapshot, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
-    shown = asdict(snapshot)
-    cost = shown.pop("seconds")
-    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **shown, "counters": counters}
+    fields = asdict(snapshot)
+    cost = fields.pop("seconds")
+    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **fields, "counters": counters}
     return to_json(answer), cost
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/attention",
-    openapi_extra=openapi_body(AttentionRequest),
-    responses=openapi_responses(AttentionMap, errors=(*BODY_ERRORS, 403)),
+    Operation(
+        body=AttentionRequest,
+        response=AttentionMap,
+        errors=(*BODY_ERRORS, 403),
+        examples={
+            "scaled": (
+                "A head under a scaling",
+                {
+                    "prompt": "In the beginning",
+                    "layer": 0,
+                    "head": 1,
+                    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                },
+            )
+        },
+    ),
 )
 async def attention(request: Request) -> Response:
-    """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
+    """Compute the attention of one head in a short text, under a rotary scaling. Other requests wait for its forward
+    pass.
+    """
     state = state_of(request)
     require_admin(request)
-    _require_attention_maps(state)
-    body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
+    if not state.settings.attention_maps:
+        message = "attention maps are disabled: start the server with --attention-maps"
+        raise ApiError(403, message, code="attention_off")
+    body = await read_body(request, AttentionRequest)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
-        raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")
+        raise bad_request("attention maps are not available for adapters: remove model", "model")
     info = state.admit()
     if body.tokens is not None:
         check_token_ids(body.tokens, info.vocab_size, "tokens")
@@ -182,7 +207,7 @@ async def attention(request: Request) -> Response:
         token_ids = prompt.token_ids
     scaling = parse_rotation(body.rope_scaling, None, state.settings, info).scaling
     attention_query = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
-    # One at a time: each holds up the steps of everybody else.
+    # One at a time, as each delays the steps of all other requests.
     inspect = state.attention_executor.run(lambda: state.engine.inspect(attention_query))
     snapshot = await run_while_connected(request, inspect)
     return LargeJsonResponse(
@@ -190,37 +215,26 @@ async def attention(request: Request) -> Response:
     )
 
 
-def _require_attention_maps(state: ServerState) -> None:
-    """Raise ApiError 403 unless this server shows attention."""
-    if not state.settings.attention_maps:
-        raise ApiError(
-            403,
-            "this server shows no attention: start it with --attention-maps",
-            code="attention_off",
-        )
-
-
 def _attention_json(model: str, attention_query: AttentionQuery, snapshot: AttentionSnapshot) -> bytes:
     weights = snapshot.rows(snapshot.weights)
     scores = [[x if x > -math.inf else None for x in row] for row in snapshot.rows(snapshot.scores)]
-    answer: dict[str, Any] = {
-        "model": model,
-        "layer": attention_query.layer,
-        "head": attention_query.head,
-        "num_layers": snapshot.num_layers,
-        "num_heads": snapshot.num_heads,
-        "tokens": attention_query.token_ids,
-        "fingerprint": snapshot.fingerprint,
-        "weights": weights,
-        "scores": scores,
-        "weight_by_distance": _mean_by_distance(weights),
-        "score_by_distance": _mean_by_distance(scores),
-    }
-    return to_json(answer)
+    return AttentionMap.model_construct(
+        model=model,
+        layer=attention_query.layer,
+        head=attention_query.head,
+        num_layers=snapshot.num_layers,
+        num_heads=snapshot.num_heads,
+        tokens=list(attention_query.token_ids),
+        fingerprint=snapshot.fingerprint,
+        weights=weights,
+        scores=scores,
+        weight_by_distance=_mean_by_distance(weights),
+        score_by_distance=_mean_by_distance(scores),
+    ).json_bytes()
 
 
 def _mean_by_distance(rows: list[list[Any]]) -> list[float | None]:
-    """The mean of each diagonal; None where all of it is hidden."""
+    """Mean of each diagonal, None if all of it is masked."""
     found: list[float | None] = []
     for distance in range(len(rows)):
         values = [row[i - distance] for i, row in enumerate(rows) if i >= distance and row[i - distance] is not None]

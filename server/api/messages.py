@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.field_names import FieldNames
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
@@ -35,15 +36,14 @@ from windlass.server.schemas.messages import (
     function_definitions,
     text_of,
 )
-from windlass.server.schemas.openapi import BODY_ERRORS, GENERATION_ERRORS, openapi_body, openapi_responses
-from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replace_lone_surrogates
+from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, named_choice, replace_lone_surrogates
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.reasoning import ThinkingControl
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -53,12 +53,19 @@ _FIELD_NAMES = {
 }
 
 _THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
-
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+router = ApiRouter("Messages", "Anthropic's Messages API.")
+
+MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
 
 
-def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model: ThinkingControl) -> ChatTranslation:
-    """The chat that a body of messages asks for; raises ApiError naming the field. model: how it can be told to think."""
+def chat_request_from_messages(
+    body: MessageRequest | CountTokensRequest, model: ThinkingControl
+) -> tuple[ChatRequest, FieldNames]:
+    """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
     if body.system is not None:
@@ -77,10 +84,10 @@ def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model:
     output = body.output_config
     effort, budget = _effort_and_budget(body.thinking)
     if not model.separates_thinking:
-        # Clients that have thinking switched on for one model have it for any: as much as it likes.
+        # Clients that enable thinking do so for every model, also for those whose thinking cannot be limited.
         budget = None
     if output is not None and output.effort is not None:
-        # Anthropic's clients send one with every request, whatever the model, as a hint.
+        # Anthropic's clients send an effort with every request, as a hint.
         effort = model.nearest_effort(output.effort) if effort is None else effort
     choice = body.tool_choice
     continues_last = messages[-1].role == "assistant" and not messages[-1].tool_calls
@@ -103,7 +110,7 @@ def chat_request_from_messages(body: MessageRequest | CountTokensRequest, model:
         **_THINKING_FIELD_NAMES,
         **({"reasoning_effort": "output_config.effort"} if by_config else {}),
     }
-    return ChatTranslation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
@@ -125,7 +132,7 @@ def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
 
 
 def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
-    """A message for each result of a call, and one for the text behind them."""
+    """One message for each result of a call, and one for the text after them."""
     made: list[ChatMessage] = []
     texts: list[TextBlock] = []
     for place, block in enumerate(message.content):
@@ -134,7 +141,7 @@ def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
         elif isinstance(block, ToolResultBlock) and message.role == "user":
             if texts:
                 raise bad_request(
-                    "results of calls come before the text of their message: put this tool_result before the text blocks",
+                    "results of calls must precede the text of their message: move this tool_result before the text blocks",
                     f"messages[{number}].content[{place}]",
                 )
             result = text_of(block.content or ())
@@ -154,14 +161,16 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice is None:
         return None
     if (choice.type == "tool") != (choice.name is not None):
-        raise bad_request("tool_choice.name goes with the type 'tool', and has to be there", "tool_choice.name")
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
+        raise bad_request(
+            "tool_choice.name is required for type 'tool', and not allowed for other types", "tool_choice.name"
+        )
+    if choice.name is not None:
+        return named_choice(choice.name)
     return "required" if choice.type == "any" else choice.type
 
 
 def _effort_and_budget(thinking: Thinking | None) -> tuple[Any, int | None]:
-    """A chat's effort and budget."""
+    """Effort and budget of a chat."""
     if thinking is None:
         return None, None
     if thinking.type == "disabled":
@@ -183,19 +192,15 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-
-
 class MessageWriter(BlockWriter):
-    """A content block for each block: `thinking`, `text` or `tool_use`. message: the answer's `id` and `model`."""
+    """Writes a content block for each block: `thinking`, `text` or `tool_use`."""
 
-    collects = False  # its last events repeat nothing
+    collects = False  # no event repeats earlier text
 
-    def __init__(self, *args: Any, message: dict[str, Any]) -> None:
-        super().__init__(*args)
-        self._message = {"type": "message", "role": "assistant", **message}
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        super().__init__(job, token_usage)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        self._message = {"type": "message", "role": "assistant", "id": message_id, "model": job.model_name}
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def opening_events(self) -> bytes:
@@ -224,20 +229,20 @@ class MessageWriter(BlockWriter):
             "message_stop"
         )
 
-    # ---- whole answers -----------------------------------------------------------------------------------------------
+    # ---- complete answers -----------------------------------------------------------------------------------------------
     def pieces(self) -> list[bytes]:
         content = [_complete_block(block) for block in self.blocks]
         answer = {**self._message, "content": content, **self._stop_fields(), "usage": self._usage()}
         return [to_json(answer if self.rotary is None else {**answer, "rotary": self.rotary})]
 
     def _stop_fields(self) -> dict[str, Any]:
-        # What is no text is the id of a token that ends answers.
+        # A stop reason other than text is the id of an end-of-sequence token.
         stopped = self.finish_reason == "stop" and isinstance(self.stop_reason, str)
         reason = "stop_sequence" if stopped else _STOP_REASONS.get(self.finish_reason or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": self.stop_reason if stopped else None}
 
     def _usage(self) -> dict[str, Any]:
-        """`input_tokens` are those that were not found in the cache; thinking is counted where it is told apart."""
+        """Token counts. `input_tokens` are those that were not found in the cache."""
         token_usage = self.token_usage
         thinking_tokens = token_usage.reasoning_tokens
         details = {} if thinking_tokens is None else {"output_tokens_details": {"thinking_tokens": thinking_tokens}}
@@ -271,7 +276,7 @@ def _complete_block(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _arguments_object(text: str) -> dict[str, Any]:
-    """A call's arguments as an object: as much of one as there is, where the answer was cut short or is no JSON."""
+    """Arguments of a call as an object, which is incomplete if the answer was cut or is not valid JSON."""
     try:
         found = from_json(replace_lone_surrogates(text), allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
@@ -279,46 +284,86 @@ def _arguments_object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-router = APIRouter(tags=["Messages"])
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
 
-MAX_MESSAGES_ON_EVENT_LOOP = 500  # from which making a chat of them leaves the event loop
+_EXAMPLE_USAGE = {
+    "input_tokens": 6,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens": 2,
+}
 
-
-@router.post(
-    "/v1/messages",
-    openapi_extra=openapi_body(MessageRequest),
-    responses=openapi_responses(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS, named=True),
+_MESSAGE = Operation(
+    body=MessageRequest,
+    response=MessageAnswer,
+    events=MessageEvent,
+    named_events=True,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "blocks": (
+            "Content blocks",
+            {
+                "system": "Answer in one word.",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Where does the river begin?"}]}],
+                "max_tokens": 16,
+                "temperature": 0,
+            },
+        ),
+        "streamed": ("Streamed", {**_QUESTION, "max_tokens": 16, "stream": True}),
+    },
+    stream_examples=[
+        {
+            "type": "message_start",
+            "message": {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "model": "demo",
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": {**_EXAMPLE_USAGE, "output_tokens": 0},
+            },
+        },
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Far."}},
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+            "usage": _EXAMPLE_USAGE,
+        },
+        {"type": "message_stop"},
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/messages", _MESSAGE)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, MessageRequest, stall_seconds=state.settings.body_stall_seconds)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
+    body = await read_body(request, MessageRequest)
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
-
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> MessageWriter:
-                message = {"id": f"msg_{uuid.uuid4().hex}", "model": job.model_name}
-                return MessageWriter(state.tokenizer, token_usage, job.options, job.parsing, message=message)
-
-            await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
+            await run_generation(exchange, job, prompts, param="messages", make_writer=partial(MessageWriter, job))
 
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"
 
-    return Exchange(
-        state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING)
-    )
+    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING))
 
 
-async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> ChatTranslation:
+async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:
     made = body, state.thinking
     large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
     return (
@@ -328,17 +373,22 @@ async def _translate(state: ServerState, body: MessageRequest | CountTokensReque
     )
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/messages/count_tokens",
-    openapi_extra=openapi_body(CountTokensRequest),
-    responses=openapi_responses(TokenCount, errors=BODY_ERRORS),
+    Operation(
+        body=CountTokensRequest,
+        response=TokenCount,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A conversation", _QUESTION)},
+    ),
 )
 async def count_tokens(request: Request) -> Response:
-    """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
+    """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
     state = state_of(request)
-    body = await read_body(request, CountTokensRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, CountTokensRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJsonResponse(to_json({"input_tokens": count}))
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
+    return LargeJsonResponse(TokenCount(input_tokens=count).json_bytes())

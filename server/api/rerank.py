@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,13 +11,18 @@ from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.server.api.embeddings import max_vector_bytes
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.base import without_nulls
-from windlass.server.schemas.openapi import GENERATION_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.pooling import (
     MAX_INPUTS,
+    ClassifiedText,
     ClassifyRequest,
     ClassList,
+    PairScore,
+    PromptUsage,
+    RankedDocument,
+    RankedText,
     Reranking,
     RerankRequest,
     ScoreList,
@@ -28,20 +30,36 @@ from windlass.server.schemas.pooling import (
 )
 from windlass.server.serving.job import envelope
 from windlass.server.serving.pair_scores import check_scores_pairs, check_texts, probabilities, score_pairs
-from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows, usage
+from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows
 from windlass.server.serving.streaming import Exchange
 
-router = APIRouter(tags=["Ranking"])
+router = ApiRouter("Ranking", "Similarity of texts, and documents in order of relevance.")
 
 
-@router.post(
+classify_router = ApiRouter("Classes", "Classes of texts, for models trained to classify.")
+
+_ROW_BYTES = 60  # of the JSON around the classes of a text
+
+
+@router.endpoint(
+    "POST",
     "/v1/score",
-    openapi_extra=openapi_body(ScoreRequest),
-    responses=openapi_responses(ScoreList, errors=GENERATION_ERRORS),
+    Operation(
+        body=ScoreRequest,
+        response=ScoreList,
+        errors=GENERATION_ERRORS,
+        examples={
+            "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
+            "several": (
+                "One text with several others",
+                {"text_1": "The sea", "text_2": ["The sea is wide", "The king said"]},
+            ),
+        },
+    ),
+    aliases=("/score",),
 )
-@router.post("/score", include_in_schema=False)
 async def create_score(request: Request) -> Response:
-    """How well texts go together, pair by pair."""
+    """Score the similarity or relevance of text pairs."""
     body, job = await begin_pooling(request, ScoreRequest)
     check_scores_pairs(job, body.pooling)
     first, second = check_texts(body.text_1, "text_1"), check_texts(body.text_2, "text_2")
@@ -52,57 +70,65 @@ async def create_score(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         names = ("text_1", "text_2")
-        pool_prompts = partial(pool, exchange, job)
-        scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pool_prompts)
-        data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
-        answer = {**envelope("score", "list", job), "data": data, "usage": usage(scores.tokens)}
-        await exchange.send_json([to_json(answer)])
+        scores = await score_pairs(exchange, job, first, second, names, body.pooling, body.instruction)
+        data = [PairScore.model_construct(object="score", index=i, score=x) for i, x in enumerate(scores.values)]
+        answer = ScoreList(**envelope("score", "list", job), data=data, usage=PromptUsage.of(scores.tokens))
+        await exchange.send_json([answer.json_bytes()])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/rerank",
-    openapi_extra=openapi_body(RerankRequest),
-    responses=openapi_responses(Reranking, errors=GENERATION_ERRORS),
+    Operation(
+        body=RerankRequest,
+        response=Reranking,
+        errors=GENERATION_ERRORS,
+        examples={
+            "best": (
+                "The best of several documents",
+                {"query": "Where is the sea?", "documents": ["The king said", "The sea is wide"], "top_n": 1},
+            ),
+        },
+    ),
+    aliases=("/rerank", "/v2/rerank"),
 )
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
 async def create_reranking(request: Request) -> Response:
-    """Documents in the order in which they answer a query."""
+    """Rank documents by their relevance for a query."""
     body, job = await begin_pooling(request, RerankRequest)
     check_scores_pairs(job, body.pooling)
     documents = _documents(body.documents)
 
     async def work(exchange: Exchange) -> None:
         names = ("query", "documents")
-        pool_prompts = partial(pool, exchange, job)
         read, most = documents, body.max_tokens_per_doc
         if most is not None:
-            read = await job.state.text.pairs.cut(
-                documents, most, longest=job.longest, param="documents", caller=job.caller
+            read = await job.state.text.pairs.truncate(
+                documents, most, max_model_len=job.longest, param="documents", caller=job.caller
             )
-        scores = await score_pairs(job, [body.query], read, names, body.pooling, body.instruction, pool_prompts)
+        scores = await score_pairs(exchange, job, [body.query], read, names, body.pooling, body.instruction)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]
+        results = [RankedDocument.model_construct(index=i, relevance_score=values[i]) for i in order]
         if body.return_documents is not False:
             for result in results:
-                result["document"] = {"text": documents[result["index"]]}
-        answer = {**envelope("rerank", "list", job), "results": results, "usage": usage(scores.tokens)}
-        if request.scope["path"].endswith("/v2/rerank"):  # Cohere's; some of its clients take no answer without
-            answer["meta"] = {"api_version": {"version": "2"}}
-        await exchange.send_json([await job.state.text.run_in_thread(to_json, answer)])
+                result.document = RankedText(text=documents[result.index])
+        answer = Reranking(**envelope("rerank", "list", job), results=results, usage=PromptUsage.of(scores.tokens))
+        data = await job.state.text.run_in_thread(answer.json_bytes)
+        if request.scope["path"].endswith("/v2/rerank"):  # some of Cohere's clients require this field
+            data = data[:-1] + b',"meta":{"api_version":{"version":"2"}}}'
+        await exchange.send_json([data])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-def _documents(given: list[Any]) -> list[str]:
-    """Their texts; raises ApiError for what is neither a string nor an object with a text alone."""
-    if len(given) > MAX_INPUTS:  # before any of them is looked at
-        check_texts(given, "documents")
+def _documents(documents: list[Any]) -> list[str]:
+    """Texts of the documents; raises ApiError unless each is a string or an object with only a text."""
+    if len(documents) > MAX_INPUTS:  # checked before the contents
+        check_texts(documents, "documents")
     texts = []
-    for index, document in enumerate(given):
+    for index, document in enumerate(documents):
         if isinstance(document, dict):
             where = f"documents[{index}]"
             document = without_nulls(document)
@@ -113,18 +139,18 @@ def _documents(given: list[Any]) -> list[str]:
     return check_texts(texts, "documents")
 
 
-classify_router = APIRouter(tags=["Classes"])
-
-_ROW_BYTES = 60  # of JSON around the classes of a text
-
-
-@classify_router.post(
+@classify_router.endpoint(
+    "POST",
     "/classify",
-    openapi_extra=openapi_body(ClassifyRequest),
-    responses=openapi_responses(ClassList, errors=GENERATION_ERRORS),
+    Operation(
+        body=ClassifyRequest,
+        response=ClassList,
+        errors=GENERATION_ERRORS,
+        examples={"plain": ("Two texts", {"input": ["so good", "so bad"]})},
+    ),
 )
 async def classify(request: Request) -> Response:
-    """The classes of texts, by a model with a classification head."""
+    """Classify texts with a model that has a classification head."""
     body, job = await begin_pooling(request, ClassifyRequest)
     classifier = job.info.classifier
     if classifier is None:
@@ -136,31 +162,34 @@ async def classify(request: Request) -> Response:
         )
     if classifier.per_token:
         raise bad_request(
-            f"this model is a {job.info.architecture}, which tells the class of each token and not of a text: use /pooling",
+            f"this model is a {job.info.architecture}, which classifies tokens instead of texts: use /pooling",
             "model",
             "no_classifier",
         )
-    given = split_inputs(body.input)
+    inputs = split_inputs(body.input)
     row = _ROW_BYTES + max_vector_bytes(2 * len(classifier.labels), base64=False) + 6 * max(map(len, classifier.labels))
-    if len(given) * row > job.state.settings.max_response_bytes:
-        raise response_too_large(len(given) * row, job.state.settings.max_response_bytes)
+    if len(inputs) * row > job.state.settings.max_response_bytes:
+        raise response_too_large(len(inputs) * row, job.state.settings.max_response_bytes)
 
     async def work(exchange: Exchange) -> None:
-        prompts = await encode_inputs(job, given, "input")
+        prompts = await encode_inputs(job, inputs, "input")
         rows = await pool(exchange, job, prompts, PoolingRule("classify"))
-        data = await job.state.text.run_in_thread(_render_classes, rows, classifier, body.use_activation is not False)
-        end = to_json({"usage": usage(sum(map(len, prompts)))})
-        head = to_json(envelope("classify", "list", job))
-        await exchange.send_json([head[:-1], b',"data":', data, b",", end[1:]])
+        head, usage = envelope("classify", "list", job), PromptUsage.of(sum(map(len, prompts)))
+
+        def render() -> bytes:
+            data = _classified(rows, classifier, apply_activation=body.use_activation is not False)
+            return ClassList(**head, data=data, usage=usage).json_bytes()
+
+        await exchange.send_json([await job.state.text.run_in_thread(render)])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-def _render_classes(rows: list[PooledRows], classifier: ClassifierInfo, apply_activation: bool) -> bytes:
+def _classified(rows: list[PooledRows], classifier: ClassifierInfo, *, apply_activation: bool) -> list[ClassifiedText]:
     data = []
     for index, row in enumerate(rows):
         logits = list(unpack_rows(row)[0])
         probs = probabilities(logits, classifier.activation) if apply_activation else logits
         label = classifier.labels[logits.index(max(logits))]
-        data.append({"index": index, "label": label, "probs": probs, "num_classes": len(logits)})
-    return to_json(data)
+        data.append(ClassifiedText.model_construct(index=index, label=label, probs=probs, num_classes=len(logits)))
+    return data

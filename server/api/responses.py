@@ -5,29 +5,23 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter
+from fastapi import Path
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import ChatTranslation, FieldNames
+from windlass.server.api.field_names import FieldNames
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.openapi import (
-    BODY_ERRORS,
-    GENERATION_ERRORS,
-    openapi_body,
-    openapi_responses,
-    query_parameter,
-)
 from windlass.server.schemas.responses import (
     INCOMPLETE,
     LOGPROBS,
@@ -35,6 +29,7 @@ from windlass.server.schemas.responses import (
     CallOutputItem,
     CountInputRequest,
     DeletedResponse,
+    FunctionTool,
     InputTokens,
     Item,
     ItemList,
@@ -49,20 +44,19 @@ from windlass.server.schemas.responses import (
     text_of,
 )
 from windlass.server.schemas.tools import (
-    FunctionDefinition,
     MadeFunctionCall,
     MadeToolCall,
-    ToolDefinition,
     allowed_choice,
     named_choice,
+    tool_definition,
 )
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -73,25 +67,42 @@ _FIELD_NAMES = {
 }
 
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
+_OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
+
+_DELTA_EVENTS = {
+    "thinking": "response.reasoning_text.delta",
+    "text": "response.output_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+
+# OpenAI's error codes of responses, by status.
+_FAILURE_CODES = {429: "rate_limit_exceeded"}
+_ID_SUFFIX_LENGTH = 32  # characters after the prefix of an item's id that are also in its response's id
+
+router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
+
+MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
+ITEM_BYTES = 1024  # memory of an item in addition to its text
+_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> ChatTranslation:
-    """The chat that a response's body asks for; raises ApiError naming the field. earlier: the conversation it goes on from."""
+def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> tuple[ChatRequest, FieldNames]:
+    """Translate a request into a chat; raises ApiError naming the field. earlier: items of the continued conversation."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
         message_paths.append("instructions")
-    given = as_items(body.input)
-    outputs = {item.call_id for item in given if isinstance(item, CallOutputItem)}
+    items = as_items(body.input)
+    outputs = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     builder = _MessagesBuilder(messages, message_paths, outputs)
     for item in earlier:
         builder.add(item, "previous_response_id")
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         builder.add(item, f"input[{number}]")
     builder.end()
     if not messages:
-        raise bad_request("input has nothing that a model could answer: give at least one message", "input")
+        raise bad_request("input has no message to answer: add at least one", "input")
     if len(messages) > MAX_MESSAGES:
         raise bad_request(
             f"the conversation has more than {MAX_MESSAGES} messages", "previous_response_id" if earlier else "input"
@@ -99,6 +110,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["context_overflow"] = _context_overflow(body)
+    tools = cast(list[FunctionTool] | None, body.tools)  # others were refused
     chat = ChatRequest.model_construct(
         **fields,
         messages=messages,
@@ -106,7 +118,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         stop=body.stop,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tools=None if tools is None else [tool_definition(tool, tool.parameters) for tool in tools],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
@@ -114,20 +126,20 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return ChatTranslation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 class _MessagesBuilder:
-    """Puts items together to messages: thinking, text and calls of the assistant in a row are one.
+    """Combines items into messages: consecutive thinking, text and calls of the assistant become one message.
 
-    answered: ids of calls of which there are results. A call that was cut short and that nobody carried out is left out.
+    outputs: ids of calls whose results are known. Incomplete calls without a result are dropped.
     """
 
     def __init__(self, messages: list[ChatMessage], message_paths: list[str], outputs: Set[str]) -> None:
         self._messages = messages
         self._message_paths = message_paths
         self._answered = outputs
-        self._assistant_fields: dict[str, Any] = {}  # of the assistant
+        self._assistant_fields: dict[str, Any] = {}  # of the current turn
         self._path = ""
 
     def add(self, item: Item, path: str) -> None:
@@ -145,7 +157,7 @@ class _MessagesBuilder:
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             calls = self._list_field("tool_calls", path)
             if len(calls) == MAX_CALLS:
-                raise bad_request(f"{path} is one call more than the {MAX_CALLS} that a turn may hold", path)
+                raise bad_request(f"{path} exceeds the limit of {MAX_CALLS} calls per turn", path)
             calls.append(call)
         elif isinstance(item, CallOutputItem):
             self.end()
@@ -162,7 +174,7 @@ class _MessagesBuilder:
             self._path = path
 
     def end(self) -> None:
-        """The assistant's turn is over, if there is one."""
+        """End the assistant's turn, if there is one."""
         assistant, self._assistant_fields = self._assistant_fields, {}
         if "reasoning_content" in assistant:
             assistant["reasoning_content"] = "\n".join(assistant["reasoning_content"])
@@ -171,11 +183,11 @@ class _MessagesBuilder:
             and "tool_calls" not in assistant
             and not assistant.get("reasoning_content")
         ):
-            return  # nothing, or thinking of which nothing is told
+            return  # no fields, or only empty thinking
         self._message(self._path, role="assistant", **assistant)
 
     def _list_field(self, name: str, path: str) -> list[Any]:
-        """What stands in a row in the turn: a list to add to, as copying all of it with each part takes quadratic time."""
+        """The list of a field of the turn, to append to: repeated copying would take quadratic time."""
         self._path = path
         values: list[Any] = self._assistant_fields.setdefault(name, [])
         return values
@@ -183,13 +195,6 @@ class _MessagesBuilder:
     def _message(self, path: str, **fields: Any) -> None:
         self._messages.append(ChatMessage.model_construct(**fields))
         self._message_paths.append(path)
-
-
-def _tool(tool: Any) -> ToolDefinition:
-    function = FunctionDefinition.model_construct(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolDefinition.model_construct(type="function", function=function)
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -201,11 +206,11 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
-    """A chat's `response_format`: the schema stands beside the type here, and inside `json_schema` there."""
-    given = None if body.text is None else body.text.format
-    if given is None or given.get("type") != "json_schema":
-        return given
-    kind, rest = given["type"], {name: value for name, value in given.items() if name != "type"}
+    """The `response_format` of a chat, which has the schema in `json_schema`."""
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.get("type") != "json_schema":
+        return wanted
+    kind, rest = wanted["type"], {name: value for name, value in wanted.items() if name != "type"}
     if not isinstance(rest.get("schema"), dict):
         raise bad_request("text.format of type json_schema needs a schema", "text.format", "invalid_grammar")
     return {"type": kind, "json_schema": rest}
@@ -215,41 +220,29 @@ def _context_overflow(body: ResponseRequest) -> Any:
     if body.truncation is None:
         return body.context_overflow
     if body.context_overflow is not None:
-        raise bad_request(
-            "truncation and context_overflow both say what becomes of what is too long: give one of them", "truncation"
-        )
+        raise bad_request("truncation and context_overflow are alternatives: remove one of them", "truncation")
     if body.truncation == "auto":
         return "drop_turns"
-    # A prompt that does not fit is refused in either case; an answer that would not, where its length was asked for.
+    # A prompt that does not fit is refused in both cases; an answer only if its length was given.
     return "stop" if body.max_output_tokens is None else "error"
 
 
-_OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
-
-_DELTA_EVENTS = {
-    "thinking": "response.reasoning_text.delta",
-    "text": "response.output_text.delta",
-    "call": "response.function_call_arguments.delta",
-}
-
-# What OpenAI calls the failures of a response.
-_FAILURE_CODES = {429: "rate_limit_exceeded"}
-
-
 class ResponseWriter(BlockWriter):
-    """An item for each block: `reasoning`, `message` or `function_call`.
+    """Writes an item for each block: `reasoning`, `message` or `function_call`.
 
-    response: see `new_response`.
-    keep: takes the whole response as JSON and its items once it has finished, before the last event or the answer is sent.
+    response: from `new_response`. store_response: receives the JSON and the items of the finished response, before
+    its last event or its answer is sent.
     """
 
     def __init__(
         self,
-        *args: Any,
+        job: GenerationJob,
+        token_usage: TokenUsage,
+        *,
         response: dict[str, Any],
         store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
-        super().__init__(*args)
+        super().__init__(job, token_usage)
         self._response = response
         self._id_suffix = str(response["id"]).removeprefix("resp_")
         self._store_response = store_response
@@ -297,7 +290,7 @@ class ResponseWriter(BlockWriter):
         return self._event(f"response.{answer['status']}", response=self._stored(answer))
 
     def failure(self, error: ApiError) -> bytes:
-        """The event of an answer that fails on its way."""
+        """The event of a response that fails after its start."""
         detail = {
             "code": _FAILURE_CODES.get(error.status, "server_error"),
             "message": error.message,
@@ -320,7 +313,7 @@ class ResponseWriter(BlockWriter):
         self._sequence_number += 1
         return b"event: " + event.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
-    # ---- whole answers -----------------------------------------------------------------------------------------------
+    # ---- complete answers -----------------------------------------------------------------------------------------------
     def pieces(self) -> list[bytes]:
         return list(encode_pieces(self._stored(self._answer())))
 
@@ -334,7 +327,7 @@ class ResponseWriter(BlockWriter):
             "output": [self._item(block, _item_status(block)) for block in self.blocks],
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                # The prefix cache costs nobody anything, so nothing is counted as written to it.
+                # Writing to the prefix cache has no price, so no tokens are counted.
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self.token_usage.reasoning_tokens or 0},
@@ -356,11 +349,11 @@ class ResponseWriter(BlockWriter):
     def _item(
         self, block: AnswerBlock, status: str, *, empty: bool = False, without_logprobs: bool = False
     ) -> dict[str, Any]:
-        """empty: as an item begins. bare: without log-probabilities, as it may be sent back."""
+        """An item. empty: as at its start. without_logprobs: as later requests may send it back."""
         item: dict[str, Any] = {"id": self._id(block)}
         text = "" if empty else block.text
         if block.kind == "call":
-            # A call without arguments has the empty object for them, as the JSON text of an object is asked for.
+            # A call without arguments gets an empty object, as arguments are the JSON text of an object.
             arguments = text if empty or status == "incomplete" else text or "{}"
             call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
             return {**item, "type": "function_call", "status": status, **call}
@@ -389,7 +382,7 @@ def _item_status(block: AnswerBlock) -> str:
 
 
 def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
-    """A response that has no output yet: what it was asked for, and what holds where that was left out."""
+    """A response without output: the values of the request, or the defaults in effect."""
     text, reasoning = body.text, body.reasoning
     tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
     return {
@@ -438,22 +431,19 @@ def early_failure_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + to_json(data) + b"\n\n"
 
 
-_ID_SUFFIX_LENGTH = 32  # characters of an item's id behind its prefix, which its response's id has, too
-
-
 def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: str) -> None:
-    """Put the items into the input that it names, in place; raises ApiError where there is none.
+    """Replace references in the input by the items that they name, in place; raises ApiError for unknown ones.
 
-    Each can be named once, and what of each response is looked at once: all in all no more than is kept.
+    Each item can be referenced once, and each response is searched once, so the work is bounded by the stored items.
     """
-    found: dict[str, dict[str | None, Item]] = {}  # by response and by id
+    found: dict[str, dict[str | None, Item]] = {}  # by response id and item id
     named: set[str] = set()
     for number, item in enumerate(body.input):
         if not isinstance(item, ItemReference):
             continue
         param, shown = f"input[{number}].id", item.id[:64]
         if item.id in named:
-            raise bad_request(f"{param} names {shown!r} for the second time: name an item once", param)
+            raise bad_request(f"{param} references {shown!r} again: reference each item once", param)
         named.add(item.id)
         response_id = "resp_" + item.id.partition("_")[2][:_ID_SUFFIX_LENGTH]
         if response_id not in found:
@@ -464,41 +454,77 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         if item_found is None:
             raise ApiError(
                 404,
-                f"there is no item {shown!r} (any more): items are kept with their responses, the oldest are forgotten; those of "
-                "store: false and calls that were cut short are not kept: send the item itself",
+                f"there is no item {shown!r}: the oldest responses are removed with their items, and incomplete calls and "
+                "items of responses with store: false are not stored: send the item itself",
                 param=param,
                 code="item_not_found",
             )
-        body.input[number] = item_found.model_copy()  # its id may become another one
+        body.input[number] = item_found.model_copy()  # its id may change
 
 
-router = APIRouter(tags=["Responses"])
+_QUESTION = {"input": "Where does the river begin?"}
+_EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
-MAX_ITEMS_ON_EVENT_LOOP = 500  # items from which making a chat of them leaves the event loop
-
-ITEM_BYTES = 1024  # what an item takes in memory beside its text
-
-
-@router.post(
-    "/v1/responses",
-    openapi_extra=openapi_body(ResponseRequest),
-    responses=openapi_responses(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS, named=True),
+_RESPONSE = Operation(
+    body=ResponseRequest,
+    response=ResponseAnswer,
+    events=ResponseEvent,
+    named_events=True,
+    errors=GENERATION_ERRORS,
+    links={
+        "get_response": "Read the response again.",
+        "list_input_items": "List its input.",
+        "delete_response": "Delete it.",
+    },
+    examples={
+        "plain": ("A text", {**_QUESTION, "max_output_tokens": 16}),
+        "items": (
+            "Items",
+            {
+                "instructions": "Answer in one word.",
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "Where does the river begin?"}]}],
+                "max_output_tokens": 16,
+                "store": False,
+            },
+        ),
+        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 16, "stream": True}),
+    },
+    # The first and the last event hold the entire response, which is too long for an example.
+    stream_examples=[
+        {
+            "type": "response.output_text.delta",
+            "sequence_number": 4,
+            **_EXAMPLE_PLACE,
+            "delta": "Far.",
+            "logprobs": [],
+        },
+        {
+            "type": "response.output_text.done",
+            "sequence_number": 5,
+            **_EXAMPLE_PLACE,
+            "text": "Far.",
+            "logprobs": [],
+        },
+    ],
 )
+
+
+@router.endpoint("POST", "/v1/responses", _RESPONSE)
 async def create_response(request: Request) -> Response:
-    """Answer an input, or go on with an earlier response's conversation."""
+    """Answer an input, or continue the conversation of an earlier response."""
     arrival = time.monotonic()
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, ResponseRequest)
     previous = _previous_response(state, body, owner)
-    translated = await _translate(state, body, owner, previous)
-    with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
-    writers: list[ResponseWriter] = []  # one, once it is made
+    chat_request, names = await _translate(state, body, owner, previous)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
+    writers: list[ResponseWriter] = []  # one, after it was created
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
             response = new_response(
                 body, model=job.model_name, sampling=job.sampling, drops_turns=job.overflow == "drop_turns"
@@ -507,59 +533,57 @@ async def create_response(request: Request) -> Response:
             def store_response(answer: bytes, output: list[dict[str, Any]]) -> None:
                 _store(state, owner, str(response["id"]), body, previous, answer, output)
 
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ResponseWriter:
-                writer = ResponseWriter(
-                    state.tokenizer,
-                    token_usage,
-                    job.options,
-                    job.parsing,
-                    response=response,
-                    store_response=None if body.store is False else store_response,
-                )
-                writers.append(writer)
-                return writer
+            def make_writer(token_usage: TokenUsage) -> ResponseWriter:
+                store = None if body.store is False else store_response
+                writers.append(ResponseWriter(job, token_usage, response=response, store_response=store))
+                return writers[0]
 
             await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
     def failure(error: ApiError) -> bytes:
         return writers[0].failure(error) if writers and writers[0].started else early_failure_event(error)
 
-    return Exchange(state, work, deadline=chat.job.deadline, stream_format=StreamFormat(failure, done=b""))
+    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b""))
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/v1/responses/input_tokens",
-    openapi_extra=openapi_body(CountInputRequest),
-    responses=openapi_responses(InputTokens, errors=BODY_ERRORS),
+    Operation(
+        body=CountInputRequest,
+        response=InputTokens,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A text", _QUESTION)},
+    ),
 )
 async def count_input_tokens(request: Request) -> Response:
-    """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
+    """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, CountInputRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, CountInputRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body, owner, _previous_response(state, body, owner))
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
-    return LargeJsonResponse(to_json({"object": "response.input_tokens", "input_tokens": count}))
+    chat_request, names = await _translate(state, body, owner, _previous_response(state, body, owner))
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
+    return LargeJsonResponse(InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def compact_response(request: Request) -> Response:
-    """Told apart from a response of this id."""
+    """Refuse the operation, whose path would otherwise match a response id."""
     raise ApiError(
         404,
-        "conversations are not compacted here: send the turns that shall count, or go on from previous_response_id, where "
-        "truncation 'auto' or context_overflow says what becomes of one that is longer than the context",
+        "conversations cannot be compacted: send the turns that matter, or continue from previous_response_id with "
+        "truncation 'auto' or context_overflow",
     )
 
 
 async def _translate(
     state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
-) -> ChatTranslation:
-    """The chat that a body asks for. What its input names by ids stands in it afterwards."""
+) -> tuple[ChatRequest, FieldNames]:
+    """Translate the body into a chat, after its references have been replaced."""
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
-    def translate() -> ChatTranslation:
+    def translate() -> tuple[ChatRequest, FieldNames]:
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 
@@ -578,8 +602,8 @@ def _stored_response(state: ServerState, response_id: str, owner: str, *, param:
     if stored is None:
         raise ApiError(
             404,
-            f"there is no response {response_id[:64]!r} (any more): responses are kept in memory, the oldest are forgotten, and "
-            "those of store: false, or of conversations too long for --response-store, are not kept",
+            f"there is no response {response_id[:64]!r}: responses are stored in memory, the oldest are removed, and those "
+            "with store: false, or of conversations larger than --response-store, are not stored",
             param=param,
             code="previous_response_not_found" if param else "response_not_found",
         )
@@ -596,7 +620,7 @@ def _store(
     output: list[dict[str, Any]],
 ) -> None:
     inputs, outputs = as_items(body.input), input_items_of_output(output)
-    # Pages begin behind an id: one that a caller repeats, such as an output item's beside its response, would lead back.
+    # Pages begin after an id, so ids must be unique: a repeated one, such as that of an output item, would lead back.
     taken = {item.id for item in ([] if previous is None else items_until(previous.outputs))}
     for number, item in enumerate(inputs):
         if item.id is None or item.id in taken:
@@ -614,51 +638,53 @@ def _store(
     )
 
 
-_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ResponseId = Annotated[str, Path(description="Id of a stored response.")]
 
-_STREAM = query_parameter("stream", {"enum": ["false"]}, "Only `false`: a response that is kept is not streamed again.")
+_STREAM = query_parameter("stream", {"enum": ["false"]}, "Must be `false`: stored responses are not streamed again.")
 
 _PAGING = [
     query_parameter(
-        "order", {"enum": ["asc", "desc"], "default": "desc"}, "The last item first (`desc`), or the first one."
+        "order", {"enum": ["asc", "desc"], "default": "desc"}, "`desc`: newest item first; `asc`: oldest first."
     ),
-    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Items on a page."),
+    query_parameter(
+        "limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Number of items per page."
+    ),
     query_parameter(
         "after",
         {"type": "string"},
-        "The id of the item that the page begins behind, such as the last page's `last_id`.",
+        "Id of the item before the page, such as the previous page's `last_id`.",
     ),
 ]
 
 
-@router.get(
+@router.endpoint(
+    "GET",
     "/v1/responses/{response_id}",
-    openapi_extra={"parameters": [_STREAM]},
-    responses=openapi_responses(ResponseAnswer, errors=(400, 404)),
+    Operation(response=ResponseAnswer, errors=(400, 404), parameters=[_STREAM]),
 )
-async def get_response(request: Request, response_id: str) -> Response:
-    """A response that is kept, as it was answered."""
+async def get_response(request: Request, response_id: ResponseId) -> Response:
+    """Return a stored response."""
     if request.query_params.get("stream", "false") != "false":
-        raise bad_request("a response that is kept is not streamed again: leave stream out", "stream")
+        raise bad_request("stored responses are not streamed again: remove stream", "stream")
     return LargeJsonResponse(_stored_response(state_of(request), response_id, owner_of(request)).body)
 
 
-@router.delete("/v1/responses/{response_id}", responses=openapi_responses(DeletedResponse, errors=(404,)))
-async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget a response. Those that went on from it keep their conversation."""
+@router.endpoint("DELETE", "/v1/responses/{response_id}", Operation(response=DeletedResponse, errors=(404,)))
+async def delete_response(request: Request, response_id: ResponseId) -> Response:
+    """Delete a stored response. Responses that continue it keep their conversation."""
     state, owner = state_of(request), owner_of(request)
     _stored_response(state, response_id, owner)
     state.responses.delete(response_id, owner)
-    return LargeJsonResponse(to_json({"id": response_id, "object": "response", "deleted": True}))
+    return LargeJsonResponse(DeletedResponse(id=response_id, object="response", deleted=True).json_bytes())
 
 
-@router.get(
+@router.endpoint(
+    "GET",
     "/v1/responses/{response_id}/input_items",
-    openapi_extra={"parameters": _PAGING},
-    responses=openapi_responses(ItemList, errors=(400, 404)),
+    Operation(response=ItemList, errors=(400, 404), parameters=_PAGING),
 )
-async def list_input_items(request: Request, response_id: str) -> Response:
-    """The items that a response answered, those of the responses before it included."""
+async def list_input_items(request: Request, response_id: ResponseId) -> Response:
+    """List the input items of a response, including those of the responses that it continues."""
     params = request.query_params
     order, limit, after = params.get("order", "desc"), params.get("limit", "20"), params.get("after")
     if order not in ("asc", "desc"):
@@ -687,8 +713,8 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 
 def input_item_object(item: Item) -> dict[str, Any]:
-    """An item of an input as it is listed: with its status, and the texts of calls' results in one string."""
-    shown = item.model_dump(exclude_none=True)
+    """An input item as listed: with its status, and the results of calls as one string."""
+    listed = item.model_dump(exclude_none=True)
     if item.type == "function_call_output":
-        shown["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in shown["output"])
-    return {**shown, "status": "completed"}
+        listed["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in listed["output"])
+    return {**listed, "status": "completed"}

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from fastapi import APIRouter
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.base import FreeForm, StrictModel
+from windlass.server.errors import response_too_large
+from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
-from windlass.server.schemas.openapi import BODY_ERRORS, openapi_body, openapi_responses
 from windlass.server.schemas.tools import Tools
-from windlass.server.serving.prompts import check_token_ids
+from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
+from windlass.server.text.service import ChatOptions, TokenizeOptions
+
+router = ApiRouter("Tokens", "Text to token ids and back.")
 
 
-class TokenizeRequest(StrictModel):
-    """Either `prompt` or `messages`, these with `tools` as in a chat.
+class _TemplateFields(StrictModel):
+    model: RequestedModel = None
+    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Whether the template opens the assistant's turn. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+    )
+    chat_template_kwargs: TemplateVariables = None
 
-    `return_offsets`: character spans of the tokens in the text (default true).
-    """
+
+class TokenizeRequest(_TemplateFields):
+    """A text, or a conversation as rendered by the chat template."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -40,16 +51,17 @@ class TokenizeRequest(StrictModel):
 
     hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    return_offsets: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: FreeForm | None = None
+    prompt: str | None = Field(default=None, description="Text to tokenize.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
+        default=None, description="Turns of the conversation, oldest first."
+    )
+    add_special_tokens: AddSpecialTokens = None
+    return_token_strs: bool | None = Field(
+        default=None, description="Whether the texts of the tokens are returned. Default: false."
+    )
+    return_offsets: bool | None = Field(
+        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -62,130 +74,148 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 class TokenizeAnswer(StrictModel):
-    """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
+    """Token ids of a text."""
 
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    offsets: list[Span] | None = None
-    token_strs: list[str] | None = None
+    count: int = Field(description="Number of tokens.")
+    max_model_len: int | None = Field(description="Context length in tokens. Null until the model has loaded.")
+    tokens: list[int] = Field(description="Token ids.")
+    offsets: list[Span] | None = Field(
+        default=None, description="Start and end of each token in the text, in characters; the end is exclusive."
+    )
+    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
 
 
 class DetokenizeRequest(StrictModel):
-    """`tokens`: ids, special ones kept unless `skip_special_tokens`. `return_token_strs`: also the text of each alone."""
+    """Token ids to decode."""
 
-    model: str | None = None
-    # What is inside is looked at beside the event loop: there may be millions of them.
+    model: RequestedModel = None
+    # The ids are checked in a thread: there may be millions of them.
     tokens: Annotated[
         list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
-    ]
-    skip_special_tokens: bool | None = None
-    return_offsets: bool | None = None
-    return_token_strs: bool | None = None
+    ] = Field(description="Token ids.")
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Whether special tokens are omitted from the text. Default: false."
+    )
+    return_offsets: bool | None = Field(
+        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Whether the texts of the tokens are returned. Default: false."
+    )
 
 
 class DetokenizeAnswer(StrictModel):
-    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters; `token_strs[i]` its own text."""
+    """Text of token ids."""
 
-    prompt: str
-    offsets: list[Span] | None = None
-    token_strs: list[str] | None = None
+    prompt: str = Field(description="The text.")
+    offsets: list[Span] | None = Field(
+        default=None, description="Start and end of the text that each token adds, in characters; the end is exclusive."
+    )
+    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
 
 
-class TemplateRequest(StrictModel):
-    """A conversation, with `tools` as in a chat."""
+class TemplateRequest(_TemplateFields):
+    """A conversation to render."""
 
-    model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: Tools | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: FreeForm | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Turns of the conversation, oldest first."
+    )
 
 
 class TemplateAnswer(StrictModel):
-    """The text that a chat of these messages continues."""
+    """Rendered text, which a chat of these messages continues."""
 
-    prompt: str
-
-
-router = APIRouter(tags=["Tokens"])
+    prompt: str = Field(description="The conversation as rendered by the chat template.")
 
 
-@router.post(
+_QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
+
+
+@router.endpoint(
+    "POST",
     "/tokenize",
-    openapi_extra=openapi_body(TokenizeRequest),
-    responses=openapi_responses(TokenizeAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=TokenizeRequest,
+        response=TokenizeAnswer,
+        errors=BODY_ERRORS,
+        examples={
+            "text": ("A text", {"prompt": "The king said"}),
+            "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
+        },
+    ),
 )
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the chat template renders it."""
+    """Tokenize a text, or a conversation as rendered by the chat template."""
     state = state_of(request)
-    body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
     _check_characters(state, body)
     return LargeJsonResponse(await run_while_connected(request, _tokenize(state, body, caller_of(request))))
 
 
 async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
-    if body.messages is not None:
-        text = await _render(state, body, body.messages, caller)
-        add_special_tokens, param = bool(body.add_special_tokens), "messages"
-    else:
-        assert body.prompt is not None
-        text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
     info = state.engine.info
-    return await state.text.tokenize(
-        text,
-        add_special_tokens=add_special_tokens,
-        offsets=body.return_offsets is not False,
-        token_strs=bool(body.return_token_strs),
-        max_model_len=None if info is None else info.max_model_len,
-        param=param,
-        caller=caller,
-    )
+    options: TokenizeOptions = {
+        # A chat template contains the special tokens.
+        "add_special_tokens": (body.messages is None) if body.add_special_tokens is None else body.add_special_tokens,
+        "offsets": body.return_offsets is not False,
+        "token_strs": bool(body.return_token_strs),
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+    if body.messages is not None:
+        return await state.text.tokenize_chat(body.messages, _chat_options(body), caller=caller, **options)
+    assert body.prompt is not None
+    return await state.text.tokenize(body.prompt, caller=caller, **options)
 
 
-async def _render(
-    state: ServerState, body: TokenizeRequest | TemplateRequest, messages: Sequence[ChatMessage], caller: str
-) -> str:
-    return await state.text.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        tools=tools_for_template(body.tools),
-        caller=caller,
-    )
+def _chat_options(body: TokenizeRequest | TemplateRequest) -> ChatOptions:
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": body.chat_template_kwargs,
+        "tools": tools_for_template(body.tools),
+    }
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/apply_template",
-    openapi_extra=openapi_body(TemplateRequest),
-    responses=openapi_responses(TemplateAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=TemplateRequest,
+        response=TemplateAnswer,
+        errors=BODY_ERRORS,
+        examples={"plain": ("A conversation", _QUESTION)},
+    ),
+    aliases=("/apply-template",),  # llama.cpp's spelling
 )
-@router.post("/apply-template", include_in_schema=False)  # as llama.cpp spells it
 async def apply_template(request: Request) -> Response:
-    """A conversation as the chat template writes it: the text that a chat of these messages continues."""
+    """Render a conversation with the chat template: the text that a chat of these messages continues."""
     state = state_of(request)
-    body = await read_body(request, TemplateRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, TemplateRequest)
     state.check_model(body.model)
     _check_characters(state, body)
-    text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
-    answer = await state.text.run_in_thread(to_json, {"prompt": text})
+    rendering = state.text.render(body.messages, caller=caller_of(request), **_chat_options(body))
+    text = await run_while_connected(request, rendering)
+    answer = await state.text.run_in_thread(TemplateAnswer(prompt=text).json_bytes)
     if len(answer) > state.settings.max_response_bytes:
         raise response_too_large(len(answer), state.settings.max_response_bytes)
     return LargeJsonResponse(answer)
 
 
-@router.post(
+@router.endpoint(
+    "POST",
     "/detokenize",
-    openapi_extra=openapi_body(DetokenizeRequest),
-    responses=openapi_responses(DetokenizeAnswer, errors=BODY_ERRORS),
+    Operation(
+        body=DetokenizeRequest,
+        response=DetokenizeAnswer,
+        errors=BODY_ERRORS,
+        examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
+    ),
 )
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Decode token ids."""
     state = state_of(request)
-    body = await read_body(request, DetokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
+    body = await read_body(request, DetokenizeRequest)
     state.check_model(body.model)
     info = state.engine.info
     vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
@@ -201,12 +231,8 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_characters(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
-    most = state.settings.max_tokenize_chars
     if isinstance(body, TokenizeRequest) and body.prompt is not None:
-        size, param = len(body.prompt), "prompt"
+        check_tokenized_characters(state, len(body.prompt), "prompt")
     else:
-        size, param = sum(len(message.content or "") for message in body.messages or ()), "messages"
-    if size > most:
-        raise bad_request(
-            f"{param} holds {size} characters, at most {most} are tokenized at once", param, "string_too_long"
-        )
+        characters = sum(len(message.content or "") for message in body.messages or ())
+        check_tokenized_characters(state, characters, "messages")

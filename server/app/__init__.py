@@ -1,1 +1,1 @@
-"""State that requests share: callers, adapters, stored responses, limits; and the pages for browsers."""
+"""Application state, authentication, limits, middleware, request bodies, and the pages for browsers."""

@@ -1,4 +1,4 @@
-"""Adapters that requests may name as their model."""
+"""Adapter registry: adapters that requests may name as their model, loaded and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """info: None while the engine loads its first ones. users: requests that run with it. unused: set once it is to go and
-    none does."""
+    """An adapter of the registry. info: None while the engine loads. users: requests that run with it. unused: set once it is
+    unloading and has no users."""
 
     source: AdapterSource
     created: int
@@ -35,7 +35,7 @@ class ServedAdapter:
 
 
 class AdapterRegistry:
-    """Those of one app. All methods run in its event loop."""
+    """The adapters of one app. All methods run on its event loop."""
 
     def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -47,26 +47,26 @@ class AdapterRegistry:
         self._ids = itertools.count(last + 1)
 
     def find(self, name: str | None) -> ServedAdapter | None:
-        """The adapter of this name, None where there is none."""
+        """The adapter of this name, or None."""
         return None if name is None else self._current().get(name)
 
     def listed(self) -> list[ServedAdapter]:
-        """Those that requests may name, as they came."""
+        """Adapters that requests may name, oldest first."""
         return list(self._current().values())
 
     def active_names(self) -> list[str]:
-        """The names of those that requests run with, in order."""
+        """Sorted names of adapters with running requests."""
         return sorted({adapter.source.name for adapter in (*self._by_name.values(), *self._unloading) if adapter.users})
 
     def info_of(self, adapter: ServedAdapter) -> AdapterInfo | None:
-        """What the engine says of it; None until the engine has loaded."""
+        """The engine's description of an adapter; None until the engine has loaded."""
         if adapter.info is None and (model := self._engine.info) is not None:
             adapter.info = next((i for i in model.adapters if i.adapter_id == adapter.source.adapter_id), None)
         return adapter.info
 
     @contextmanager
     def using(self, adapter: ServedAdapter | None) -> Iterator[None]:
-        """Hold an adapter while a request runs with it. Raises ApiError where it has gone since the request was checked."""
+        """Hold an adapter while a request runs with it. Raises ApiError if it was unloaded after the request was checked."""
         if adapter is None:
             yield
             return
@@ -80,7 +80,7 @@ class AdapterRegistry:
             self._drop_if_unused(adapter)
 
     async def load(self, name: str, path: str) -> ServedAdapter:
-        """Load an adapter out of the allowed folder. Raises ApiError or RequestError that names the field at fault."""
+        """Load an adapter from the allowed folder. Raises ApiError or RequestError that names the field at fault."""
         folder = self._require_folder()
         if not is_adapter_name(name):
             raise bad_request(f"lora_name must be {NAME_RULE}", "lora_name")
@@ -106,9 +106,9 @@ class AdapterRegistry:
         return adapter
 
     async def unload(self, name: str) -> bool:
-        """Take no further request for an adapter, and wait until none runs; False if some still do after a while.
+        """Refuse further requests for an adapter and wait for running ones. Returns False if some still run at the time limit.
 
-        It goes then without anybody waiting. Raises ApiError for an unknown one.
+        The adapter is then unloaded later. Raises ApiError for an unknown one.
         """
         self._require_folder()
         adapter = self._current().pop(name, None)
@@ -125,7 +125,7 @@ class AdapterRegistry:
         return True
 
     def _current(self) -> dict[str, ServedAdapter]:
-        """Those that there are, by name, without any that an engine found gone when it was started again."""
+        """Adapters by name, without those that a restarted engine could not load again."""
         known = self._engine.adapter_ids
         if known is not None:
             for name, adapter in [*self._by_name.items()]:
@@ -153,12 +153,12 @@ class AdapterRegistry:
 
 
 def adapter_not_found(name: str, param: str = "model") -> ApiError:
-    """The 404 for an adapter that is not there (any more)."""
-    return ApiError(404, f"there is no adapter {name[:256]!r} (any more)", param=param, code="model_not_found")
+    """The 404 for an unknown or unloaded adapter."""
+    return ApiError(404, f"the adapter {name[:256]!r} does not exist (any more)", param=param, code="model_not_found")
 
 
 def _resolve_inside(folder: Path, path: str) -> Path:
-    """The directory that `path` names, if it and the files read from it lie in `folder`, wherever links lead."""
+    """The directory that `path` names, if it and its files are in `folder` after resolving links."""
     try:
         allowed = folder.resolve(strict=True)
         directory = (allowed / path).resolve(strict=True)
@@ -167,7 +167,7 @@ def _resolve_inside(folder: Path, path: str) -> Path:
             return directory
     except (OSError, ValueError, RuntimeError):
         pass
-    # One answer for all of them: what lies outside is nobody's business.
+    # One error for all cases, since it must not reveal files outside the folder.
     raise bad_request(
-        f"lora_path {path[:200]!r} is no directory in the folder that this server loads adapters from", "lora_path"
+        f"lora_path {path[:200]!r} is not a directory in the folder that this server loads adapters from", "lora_path"
     )

@@ -1,39 +1,50 @@
-"""Authentication and rate limits: API keys, their limits and their use."""
+"""Authentication and rate limits: API keys, their limits and usage, and reloading of the key file."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.server.config.api_keys import ApiKey
+from windlass.engine.errors import LoadError
+from windlass.server.config.api_keys import ApiKey, read_key_file
 from windlass.server.errors import ApiError, bad_request, error_response
-from windlass.server.http.request_id import CALLER, CALLER_NAME
+from windlass.server.observability.logging import CALLER_NAME
 
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 LIMITS: tuple[Limit, ...] = get_args(Limit)
 
+CALLER = "windlass.caller"  # in a scope: the digest of the request's API key, if keys are required
+
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
+
 _MINUTE = 60.0
 
 _UNLIMITED_KEY = ApiKey(digest="")
 
+_logger = logging.getLogger("windlass.server")
+
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """What is left of a rate: a minute's worth at most, and less than nothing where more was taken than there was."""
+    """The remainder of a rate limit: at most the amount of one minute, negative after an overdraft."""
 
-    rate: float  # a minute
+    rate: float  # per minute
     left: float
     at: float  # time.monotonic() seconds
 
@@ -42,14 +53,14 @@ class _TokenBucket:
         self.rate, self.at = rate, now
 
     def seconds_until(self, wanted: float) -> float:
-        """Until so much is there, or all that ever can be; a millionth that is missing was lost in rounding."""
+        """Seconds until the amount, or the maximum if that is less, is available. A missing millionth is a rounding error."""
         missing = min(wanted, self.rate) - self.left
         return missing * _MINUTE / self.rate if missing > 1e-6 * max(1.0, wanted) else 0.0
 
 
 @dataclass(slots=True)
 class CallerUsage:
-    """What one named caller has had since the server started."""
+    """Usage by one named caller since the server started."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -58,7 +69,7 @@ class CallerUsage:
 
 
 class Callers:
-    """keys: those that are valid; none: no key is asked for. clock: seconds, monotonic; None: the system's."""
+    """The API keys of a server and their usage. keys: if empty, no key is required. clock: monotonic seconds, for tests."""
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.monotonic
@@ -69,14 +80,14 @@ class Callers:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """From now on these are the valid ones. Callers that stay keep what they have used."""
+        """Replace the valid keys. Callers that remain keep their usage."""
         self._keys = {key.digest: key for key in keys}
         names = {key.name for key in self._keys.values() if key.name}
         self._buckets = {(name, limit): bucket for (name, limit), bucket in self._buckets.items() if name in names}
         self.usage = {name: self.usage.get(name) or CallerUsage() for name in names}
 
     def find(self, digest: str) -> ApiKey | None:
-        """The caller with this digest; all are compared, so that the time tells nothing."""
+        """The key with this digest. All are compared, so that the time reveals nothing."""
         found = None
         for known, key in self._keys.items():
             if hmac.compare_digest(known, digest):
@@ -84,11 +95,11 @@ class Callers:
         return found
 
     def key_of(self, caller: str) -> ApiKey:
-        """The key behind a digest that was found before; one without limits, where it is gone or none is asked for."""
+        """The key with a digest that was found before; one without limits if it was removed or no key is required."""
         return self._keys.get(caller, _UNLIMITED_KEY)
 
     def admit(self, caller: str) -> None:
-        """Count one request of `caller`; raises ApiError 429 where that is one too many."""
+        """Count one request of `caller`. Raises ApiError 429 if it exceeds a limit."""
         key = self.key_of(caller)
         self._check_concurrency(key)
         bucket = self._bucket(key, "requests_per_minute", key.requests_per_minute)
@@ -101,9 +112,9 @@ class Callers:
             self.usage[key.name].requests += 1
 
     def charge_prompt_tokens(self, caller: str, tokens: int) -> None:
-        """Count a request's prompts; raises ApiError 429 where the key has not so many tokens left now.
+        """Count the tokens of a request's prompts. Raises ApiError 429 if the key does not have that many left now.
 
-        One longer than a minute's worth is let in when a whole minute's is there, and is paid for by waiting after it.
+        Prompts over the limit of a minute are admitted once the limit is unused, and delay the requests after them.
         """
         key = self.key_of(caller)
         bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
@@ -116,7 +127,7 @@ class Callers:
             self.usage[key.name].prompt_tokens += tokens
 
     def charge_generated_tokens(self, caller: str, tokens: int) -> None:
-        """Count what was generated. Never refused: the next request waits instead."""
+        """Count generated tokens. Never refused: the next request waits instead."""
         key = self.key_of(caller)
         bucket = self._bucket(key, "tokens_per_minute", key.tokens_per_minute)
         if bucket is not None:
@@ -125,7 +136,7 @@ class Callers:
             self.usage[key.name].generated_tokens += tokens
 
     def priority(self, caller: str, requested: int | None) -> int:
-        """That of a request which asks for this one; raises ApiError where the key may not have it."""
+        """The priority of a request. Raises ApiError if the key may not use the requested one."""
         least = self.key_of(caller).priority
         if least is None:
             return requested or 0
@@ -134,12 +145,12 @@ class Callers:
         return least if requested is None else requested
 
     def is_admin(self, caller: str) -> bool:
-        """Whether the caller may change and see what belongs to all callers; everybody where no key is asked for."""
+        """Whether the caller may inspect and change shared state; true for all if no key is required."""
         return not self._keys or (caller in self._keys and self._keys[caller].admin)
 
     @contextmanager
     def running(self, caller: str) -> Iterator[None]:
-        """A request is in flight until the block ends; raises ApiError 429 where others have become too many since `admit`."""
+        """Count a request as in flight until the block ends. Raises ApiError 429 if too many others began since `admit`."""
         key = self.key_of(caller)
         self._check_concurrency(key)
         name = key.name
@@ -153,7 +164,7 @@ class Callers:
 
     def _check_concurrency(self, key: ApiKey) -> None:
         if key.concurrency is not None and self._in_flight[key.name] >= key.concurrency:
-            text = f"{key.concurrency} requests of this key are in progress, the most it may have"
+            text = f"{key.concurrency} requests of this key are in progress, its maximum"
             self._refuse(key, "concurrency", text, 1.0)
 
     def _bucket(self, key: ApiKey, limit: Limit, rate: float | None) -> _TokenBucket | None:
@@ -176,13 +187,13 @@ class Callers:
 
 
 class CallerCollector(Collector):
-    """Read from `callers` at each scrape."""
+    """Usage by named callers, read at each scrape."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("windlass_caller_requests", "Requests let in, by caller.", labels=["caller"])
+        requests = CounterMetricFamily("windlass_caller_requests", "Requests admitted, by caller.", labels=["caller"])
         tokens = CounterMetricFamily(
             "windlass_caller_tokens", "Tokens of prompts and of answers, by caller.", labels=["caller", "kind"]
         )
@@ -198,11 +209,31 @@ class CallerCollector(Collector):
         yield from (requests, tokens, refused)
 
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+def reload_keys_on_sighup(
+    path: Path, plain: tuple[str, ...], callers: Callers, sighup_received: Callable[[], bool]
+) -> None:
+    """Read the key file again at each SIGHUP. Call it on the event loop.
+
+    plain: keys without names, which remain valid next to those of the file. sighup_received: whether the signal arrived
+    earlier, after the file was read first.
+    """
+
+    def reload() -> None:
+        try:
+            named = read_key_file(path)
+        except LoadError as error:
+            _logger.error("%s; the callers are unchanged", error)
+            return
+        callers.replace((*map(ApiKey.plain, plain), *named))
+        _logger.warning("--api-keys %s was read again: %d callers", path, len(named))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    if sighup_received():
+        reload()
 
 
 class AuthMiddleware:
-    """Asks for `Authorization: Bearer <key>`, or `x-api-key: <key>`, on every path but those that are open."""
+    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>` on every path except open ones."""
 
     def __init__(self, app: ASGIApp, *, callers: Callers, open_paths: Collection[str] = PUBLIC_PATHS) -> None:
         self._app = app
@@ -226,14 +257,14 @@ class AuthMiddleware:
                     headers={"www-authenticate": "Bearer"},
                 )
                 await error_response(error, scope)(scope, receive, send)
-        else:  # this server has no WebSockets
+        else:  # there are no WebSocket endpoints
             await send({"type": "websocket.close", "code": 1008})
 
     def _caller(self, scope: Scope) -> str | None:
-        """The digest of the key that the request is sent with, in hexadecimal; None where it has no valid one."""
+        """The digest of the request's key in hexadecimal; None without a valid key."""
         found = None
         for key in _keys(scope):
-            # Digests have one length, so comparing them tells nothing of a key's length either.
+            # All digests have the same length, so comparing them does not reveal the length of a key.
             digest = hashlib.sha256(key).hexdigest()
             if self._callers.find(digest) is not None:
                 found = found or digest
@@ -241,7 +272,7 @@ class AuthMiddleware:
 
 
 def _keys(scope: Scope) -> list[bytes]:
-    """The keys that a request brings, at most one in each header."""
+    """The keys of a request, at most one in each header."""
     keys = []
     for header, prefix in ((b"authorization", b"bearer"), (b"x-api-key", b"")):
         given = [value for name, value in scope["headers"] if name == header]

@@ -1,8 +1,11 @@
-"""ASGI middleware: limits of headers and bodies, HEAD and allowed methods, root path."""
+"""ASGI middleware: request ids, limits of headers and bodies, HEAD and allowed methods, root path."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,85 +13,135 @@ from contextlib import contextmanager
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.server.errors import ApiError, error_response
-from windlass.server.http.request_id import CALLER
+from windlass.server.app.auth import CALLER
+from windlass.server.errors import ApiError, error_response, internal_error, is_messages_api
+from windlass.server.observability.logging import current_request, request_id
 
-UNCOUNTED_BYTES = 64 * 1024  # bytes of each body that are not counted: such requests are bounded by their number
+UNCOUNTED_BYTES = 64 * 1024  # of each body; the number of such requests is limited instead
 
-
-class BodyReservation:
-    """What one request's body has been given. Set `caller` before the first `add`."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.caller = ""
-        self.received = self.counted = 0
-
-    def add(self, num_bytes: int) -> None:
-        """So many more have come; raises ApiError 429 where that is too much now."""
-        self.received += num_bytes
-        counted = max(0, self.received - UNCOUNTED_BYTES)
-        if counted > self.counted:
-            self._budget.take(self, counted - self.counted)
-
-
-class BodyBudget:
-    """most: bytes of all bodies together, of which one caller may have half."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._reserved_bytes: Counter[str] = Counter()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that are counted now."""
-        return self._reserved_bytes.total()
-
-    @contextmanager
-    def reserve(self) -> Iterator[BodyReservation]:
-        """A body that counts until the block ends, since its texts are kept as long as the request."""
-        body = BodyReservation(self)
-        try:
-            yield body
-        finally:
-            self._reserved_bytes[body.caller] -= body.counted
-            if self._reserved_bytes[body.caller] == 0:
-                del self._reserved_bytes[body.caller]
-
-    def take(self, body: BodyReservation, num_bytes: int) -> None:
-        """Count more bytes of a body; see `BodyReservation.add`."""
-        of_caller = self._reserved_bytes[body.caller] + num_bytes
-        if self.reserved_bytes + num_bytes > self._most:
-            who, most = "all requests in progress", self._most
-        elif of_caller > self._most // 2:
-            who, most = "your requests in progress", self._most // 2
-        else:
-            self._reserved_bytes[body.caller] = of_caller
-            body.counted += num_bytes
-            return
-        raise ApiError(
-            429,
-            f"the bodies of {who} may have {most} bytes together: wait until others are answered, or send less at once",
-            type="rate_limit_error",
-            code="too_many_bytes",
-            retry_after=1,
-            headers={"connection": "close"},  # the rest of the body is not read
-        )
-
-
-# A client that is mid-upload may never see an answer sent before it is done: up to this many bytes beyond the limit
-# are read and thrown away first.
+# A client in the middle of an upload may never see a response that is sent before the upload ends: up to this many times
+# the limit is read and discarded first.
 DRAIN_FACTOR = 2
 
 DRAIN_SECONDS = 10.0
 
+_REQUEST_ID_HEADER = b"x-request-id"
 
-class _BodyTooLarge(Exception):
+_VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+
+_logger = logging.getLogger("windlass.server")
+
+
+class RequestIdMiddleware:
+    """Outermost middleware: a request id on every response, and a response to every failure.
+
+    The id is the client's x-request-id or a new one; `set_request_id` may change it until the response starts.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID_HEADER), b"")
+        valid = _VALID_REQUEST_ID.fullmatch(given) is not None
+        scope["windlass.request_id"] = given.decode() if valid else uuid.uuid4().hex
+        current_request.set(scope)  # for this task, which has this request only, and for the tasks it starts
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                found = request_id(scope).encode()
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID_HEADER, found)]
+                if is_messages_api(scope):  # its clients read the header under this name
+                    message["headers"].append((b"request-id", found))
+            await send(message)
+
+        scope["windlass.send"] = send
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            _logger.exception("request %s failed", request_id(scope), exc_info=error)
+            await error_response(internal_error(), scope)(scope, receive, send_with_id)
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """The server's own `send`, for the body of a response whose start went through `send`.
+
+    Each middleware wraps `send` to see the start of the response; in a stream every wrapper would cost time at each token.
+    """
+    direct: Send = scope.get("windlass.send", send)
+    return direct
+
+
+class BodyReservation:
+    """The part of a `BodyBudget` that one request's body uses. Set `caller` before the first `add`."""
+
+    def __init__(self, used: Counter[str], max_bytes: int) -> None:
+        self._used, self._max_bytes = used, max_bytes
+        self.caller = ""
+        self.received = self.counted = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count received bytes. Raises ApiError 429 if the budget does not have them now."""
+        self.received += num_bytes
+        more = max(0, self.received - UNCOUNTED_BYTES) - self.counted
+        if more <= 0:
+            return
+        for whose, used, limit in (
+            ("all requests in progress", self._used.total(), self._max_bytes),
+            ("your requests in progress", self._used[self.caller], self._max_bytes // 2),
+        ):
+            if used + more > limit:
+                raise ApiError(
+                    429,
+                    f"the bodies of {whose} may have {limit} bytes together: wait until others are answered, or send less "
+                    "at once",
+                    type="rate_limit_error",
+                    code="too_many_bytes",
+                    retry_after=1,
+                    headers={"connection": "close"},  # the rest of the body is not read
+                )
+        self._used[self.caller] += more
+        self.counted += more
+
+
+class BodyBudget:
+    """Bytes of the bodies of all requests in progress. One caller may use half of them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._used: Counter[str] = Counter()  # bytes by caller
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are counted now."""
+        return self._used.total()
+
+    @contextmanager
+    def reserve(self) -> Iterator[BodyReservation]:
+        """A body that is counted until the block ends, since its texts are held as long as the request."""
+        body = BodyReservation(self._used, self._max_bytes)
+        try:
+            yield body
+        finally:
+            self._used[body.caller] -= body.counted
+            if self._used[body.caller] == 0:
+                del self._used[body.caller]
+
+
+class _BodyTooLargeError(Exception):
     pass
 
 
 class LimitsMiddleware:
-    """431 for headers and 413 for bodies over their limits. A declared length is refused before a byte is read.
+    """Refuses headers (431) and bodies (413) over their limits. A declared length is refused before a byte is read.
 
     max_total_body_bytes: see `BodyBudget`.
     """
@@ -104,7 +157,7 @@ class LimitsMiddleware:
             await self._app(scope, receive, send)
             return
         headers = scope["headers"]
-        # Name, value, ": " and the line's end; path and query stand in the first line.
+        # Name, value, ": " and the line end; path and query are in the first line.
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if size > self._max_headers:
@@ -122,25 +175,25 @@ class LimitsMiddleware:
 
         started = False
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             message = await receive()
             if message["type"] == "http.request":
-                # Known only by now: the app has looked at the request's key.
+                # Known only now: AuthMiddleware has checked the request's key.
                 body.caller = body.caller or scope.get(CALLER) or (scope["client"] or ("",))[0]
                 body.add(len(message.get("body", b"")))
                 if body.received > self._max_body:
-                    raise _BodyTooLarge
+                    raise _BodyTooLargeError
             return message
 
-        async def watched(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
             with self._budget.reserve() as body:
-                await self._app(scope, counted, watched)
-        except _BodyTooLarge:
+                await self._app(scope, receive_counted, send_observed)
+        except _BodyTooLargeError:
             if started:
                 raise
             await self._drain(receive, self._max_body * (DRAIN_FACTOR - 1))
@@ -168,7 +221,7 @@ class LimitsMiddleware:
 
 
 class HeadMiddleware:
-    """Answers HEAD as GET, without the body: status and headers are the same."""
+    """Handles HEAD as GET without the body: status and headers are the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -187,7 +240,7 @@ class HeadMiddleware:
 
 
 def allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> str:
-    """The methods of a path as the header Allow lists them; empty where there is no such path."""
+    """The methods of a path in the form of the header Allow; empty for an unknown path."""
     found: set[str] = set()
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
@@ -200,15 +253,15 @@ def allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> str:
 
 
 def known_paths(routes: Sequence[BaseRoute]) -> list[str]:
-    """The paths that have a route, those with parts that vary aside."""
+    """The paths that have a route, except those with parameters."""
     paths = (str(getattr(route, "path", "")) for route in routes)
     return sorted({path for path in paths if path and "{" not in path})
 
 
 class RootPathMiddleware:
-    """`/llm/v1/models` becomes `/v1/models`; paths that a proxy has cut already stay as they are.
+    """Changes `/llm/v1/models` to `/v1/models`; paths without the prefix, removed by a proxy, are unchanged.
 
-    It stands before everything that looks at paths, so that keys are asked for by the path that is routed.
+    It comes before everything that inspects paths, so that keys are required by the path that is routed.
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:

@@ -12,14 +12,15 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from windlass.engine.errors import did_you_mean
+from windlass.server.app.state import state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.base import MAX_NAME, StrictModel
 
 M = TypeVar("M", bound=StrictModel)
 
-LARGE_BODY = 256 * 1024  # bytes from which parsing leaves the event loop
+LARGE_BODY = 256 * 1024  # bytes from which a body is parsed in a thread
 
-MAX_STRUCTURE = 200_000  # strings, objects and arrays in a body: far above any real one, and parsed in a moment
+MAX_STRUCTURE = 200_000  # strings, objects and arrays in a body: far above real ones, and parsed quickly
 
 MAX_VALUES = (
     2_200_000  # values in all, such as token ids: more would hold the interpreter lock for too long when parsed
@@ -27,8 +28,8 @@ MAX_VALUES = (
 
 _CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii"})  # the last is part of the others
 
-# A run outside strings up to what gives JSON its structure or begins a string, and a piece of a string's inside. Both
-# bounded, since a match holds the interpreter lock.
+# Text outside strings up to the next structural character or string, and a part of a string's content. Both have a limited
+# length, since a match holds the interpreter lock.
 _OUTSIDE = re.compile(rb'[^"\[{,]{0,65536}+(["\[{,]?)')
 
 _INSIDE = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){0,64}+("?)', re.DOTALL)
@@ -38,24 +39,21 @@ _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …",
 _VERBS = ("should ", "holds ", "goes ")
 
 
-async def read_body(request: Request, model: type[M], *, stall_seconds: float) -> M:
-    """Read, parse and validate a JSON body; raises ApiError.
-
-    stall_seconds: longest silence of the client between two pieces of its body.
-    """
+async def read_body(request: Request, model: type[M]) -> M:
+    """Read, parse and validate a JSON body; raises ApiError."""
     _check_headers(request)
-    raw = await _read(request, stall_seconds)
+    raw = await _read(request, state_of(request).settings.body_stall_seconds)
     if len(raw) < LARGE_BODY:
         return parse_body(raw, model)
     return await asyncio.to_thread(parse_body, raw, model)
 
 
 def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
-    """Parse JSON bytes into `model`; raises ApiError 400 that names the field where one is at fault."""
+    """Parse JSON bytes into `model`. Raises ApiError 400 that names the field at fault, if any."""
     if len(raw) >= LARGE_BODY:
         _refuse_structure(raw)
     try:
-        # Not json.loads: this parser bounds nesting and the digits of integers, and refuses NaN and lone surrogates.
+        # Unlike json.loads, this parser limits nesting and the digits of integers, and refuses NaN and lone surrogates.
         data = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         where = _find_non_finite(raw)
@@ -89,7 +87,7 @@ def _check_headers(request: Request) -> None:
             raise bad_request("send the body in UTF-8", "content-type", "unsupported_media_type")
     elif _is_browser_request(request):
         raise bad_request(
-            "a page in a browser has to say content-type: application/json with the body, since any page may send one without",
+            "a page in a browser must send content-type: application/json with the body, since any page may send one without it",
             "content-type",
             "unsupported_media_type",
         )
@@ -98,10 +96,10 @@ def _check_headers(request: Request) -> None:
 
 
 def _is_browser_request(request: Request) -> bool:
-    """Whether a browser says that a page sends this.
+    """Whether the headers show that a page in a browser sends the request.
 
-    For a page of elsewhere it asks the server first (CORS) where a body has the type of JSON, and not where it has none: without
-    this, any page could have a server work that asks for no keys. A key says nothing: a proxy may have added it.
+    For a page of another origin, a browser asks the server first (CORS) if the body has the JSON type, but not if it has none:
+    without this check, any page could use a server that requires no keys. A key proves nothing: a proxy may have added it.
     """
     return "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
@@ -123,14 +121,14 @@ async def _read(request: Request, stall_seconds: float) -> bytearray:
             headers={"connection": "close"},
         ) from None
     except ClientDisconnect:
-        # Nobody is left to read an answer; 400 keeps it out of the server's error counts.
+        # No client is left to read the response; 400 keeps it out of the server's error counts.
         raise bad_request("the client went away while sending the body", code="client_disconnected") from None
 
 
 def _refuse_structure(raw: bytes | bytearray) -> None:
-    """Refuse millions of tiny values before they are made: they would take seconds and gigabytes.
+    """Refuse millions of tiny values before they are created, which would take seconds and gigabytes.
 
-    Brackets and commas inside strings are no structure, so a suspicious body is looked at more closely.
+    Brackets and commas inside strings do not count, so a suspicious body is scanned precisely.
     """
     structure = raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
     if structure <= MAX_STRUCTURE and raw.count(b",") <= MAX_VALUES:
@@ -139,7 +137,7 @@ def _refuse_structure(raw: bytes | bytearray) -> None:
     inside = False
     while position < len(raw):
         match = (_INSIDE if inside else _OUTSIDE).match(raw, position)
-        assert match is not None  # both may match nothing at all
+        assert match is not None  # both can match the empty string
         found = match[1]
         if found == b'"':
             inside = not inside
@@ -158,7 +156,7 @@ def _refuse_structure(raw: bytes | bytearray) -> None:
 
 
 def _find_non_finite(raw: bytes | bytearray) -> str | None:
-    """Where a body that is JSON but for NaN and Infinity has the first of them: Python's json module writes them."""
+    """The path of the first NaN or Infinity, which Python's json module writes, in otherwise valid JSON."""
     if b"NaN" not in raw and b"Infinity" not in raw:
         return None
     try:
@@ -197,7 +195,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
 
 
 def _validation_error(error: ValidationError) -> ApiError:
-    """The first thing wrong, with `param` as the caller would write it: `messages[0].content`, `stop`."""
+    """The first error, with `param` as the client would write it: `messages[0].content`, `stop`."""
     first = error.errors(include_url=False)[0]
     location = [part for part in first["loc"] if not (isinstance(part, str) and "[" in part)]
     context = first.get("ctx") or {}
@@ -223,7 +221,7 @@ def _validation_error(error: ValidationError) -> ApiError:
 
 
 def _field_path(location: list[int | str]) -> str:
-    """As a caller would write it: `messages[0].content`."""
+    """A location as the client would write it: `messages[0].content`."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
@@ -231,10 +229,10 @@ def _field_path(location: list[int | str]) -> str:
 
 
 def _error_message(location: list[int | str], path: str, message: str) -> str:
-    """What is wrong with the field at `path` as one sentence, its name at the beginning."""
+    """The error of the field at `path` as one sentence that begins with its name."""
     if not path:
         return message
-    if len(location) == 1 and message.startswith(path):  # it says the name itself
+    if len(location) == 1 and message.startswith(path):  # it already begins with the name
         return message
     message = _SUBJECT.sub("", message)
     return f"{path} {message}" if message.startswith(_VERBS) else f"{path}: {message}"

@@ -1,4 +1,4 @@
-"""Stored responses of the Responses API, in memory and within bounds."""
+"""Response store of the Responses API: in memory, with limits and per-owner eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class _ConversationLink:
-    """Items of a conversation behind those of `before`. holders: kept responses that end here, and links behind it."""
+    """Items of a conversation after those of `before`. references: stored responses that end here, and later links."""
 
     items: Sequence[Any]
     size: int
@@ -21,7 +21,7 @@ class _ConversationLink:
     references: int = 0
 
     def total_size(self) -> int:
-        """With all that stands before it."""
+        """Bytes including all earlier links."""
         size, link = self.size, self.before
         while link is not None:
             size, link = size + link.size, link.before
@@ -30,7 +30,7 @@ class _ConversationLink:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was answered (JSON), and where its conversation stands: before its own output, and behind it."""
+    """A response (JSON), and the links of its conversation: before its own output, and after it."""
 
     owner: str
     body: bytes
@@ -40,7 +40,7 @@ class StoredResponse:
 
 @dataclass(slots=True, eq=False)
 class _OwnerResponses:
-    """What one owner has, oldest first, and its bytes. number: counted up from shelf to shelf."""
+    """The responses of one owner, oldest first, and their bytes. number: unique and ascending."""
 
     owner: str
     number: int
@@ -49,9 +49,9 @@ class _OwnerResponses:
 
 
 class _LargestOwner:
-    """Which shelf has most, of those it is told of at every change; of several the one that was begun first.
+    """The owner with the largest amount; of several, the oldest. `changed` must be called at every change.
 
-    A heap in which amounts of before stay until they come up, or are half of it.
+    A heap in which outdated amounts remain until they reach the top or are half of it.
     """
 
     def __init__(self, amount: Callable[[_OwnerResponses], int]) -> None:
@@ -67,7 +67,7 @@ class _LargestOwner:
             self._tidy_at = 2 * len(self._heap) + 64
 
     def find(self, excluding: _OwnerResponses | None) -> _OwnerResponses | None:
-        """The one that has most of all others; None where there is no other."""
+        """The owner with the largest amount except `excluding`; None if there is no other."""
         excluded = []
         while (first := self._first()) is not None and first is excluding:
             excluded.append(heappop(self._heap))
@@ -87,17 +87,17 @@ class _LargestOwner:
 
 
 class ResponseStore:
-    """At most `most` responses of `max_bytes` in all; beyond that the oldest of whoever has most in it are forgotten, so that one
-    owner displaces itself: most responses where there are too many, else most bytes. An owner sees none of another's.
+    """At most `most` responses of `max_bytes` in total. Owners see only their own responses.
 
-    Safe to use from several threads.
+    Beyond a limit, the oldest responses of the owner with the most responses, or with the most bytes, are evicted, so that an
+    owner displaces only itself. Thread-safe.
     """
 
     def __init__(self, *, most: int, max_bytes: int) -> None:
         self._most = most
         self._max_bytes = max_bytes
-        self._owned: dict[str, _OwnerResponses] = {}  # of owners that have something
-        self._owner_numbers = count()  # shelves
+        self._owned: dict[str, _OwnerResponses] = {}  # of owners with responses
+        self._owner_numbers = count()
         self._number = self._size = 0  # of all responses
         self._largest_number = _LargestOwner(lambda owned: len(owned.stored))
         self._largest_size = _LargestOwner(lambda owned: owned.size)
@@ -105,14 +105,14 @@ class ResponseStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all stored responses."""
         return self._size
 
     def __len__(self) -> int:
         return self._number
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        """The owner's response of this id, None where there is none (any more)."""
+        """The owner's response with this id, or None."""
         owned = self._owned.get(owner)
         return None if owned is None else owned.stored.get(response_id)
 
@@ -127,10 +127,10 @@ class ResponseStore:
         outputs: Sequence[Any],
         sizes: tuple[int, int],
     ) -> None:
-        """Keep a response. previous: the one it goes on from. sizes: bytes of the items asked and answered.
+        """Store a response. previous: the one that it continues. sizes: bytes of its input and output items.
 
-        One whose conversation is larger than all that may be kept, or than half of it where others have the rest, is not kept:
-        what was kept before stays.
+        A conversation that is larger than the limit, or than half of it if other owners use the rest, is not stored, and
+        evicts nothing.
         """
         input_link = _ConversationLink(inputs, sizes[0], None if previous is None else previous.outputs)
         output_link = _ConversationLink(outputs, sizes[1], input_link)
@@ -148,7 +148,7 @@ class ResponseStore:
                 self._evict_one(owned)
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Forget the owner's response of this id; whether there was one."""
+        """Remove the owner's response with this id. Returns whether it existed."""
         with self._lock:
             if self.get(response_id, owner) is None:
                 return False
@@ -156,7 +156,7 @@ class ResponseStore:
             return True
 
     def _evict_one(self, newest: _OwnerResponses) -> None:
-        """newest: where the newest response is, which goes last."""
+        """newest: the owner of the newest response, which is evicted last."""
         largest = self._largest_number if self._number > self._most else self._largest_size
         owned = largest.find(excluding=newest if len(newest.stored) == 1 else None) or newest
         self._remove(next(iter(owned.stored)), owned.owner)
@@ -177,7 +177,7 @@ class ResponseStore:
 
 
 def _retain(link: _ConversationLink | None) -> int:
-    """For one more that ends here or stands behind it. Returns the bytes of links that nobody has held."""
+    """Add a reference to a link. Returns the bytes of links that had none before."""
     size = 0
     while link is not None:
         link.references += 1
@@ -188,7 +188,7 @@ def _retain(link: _ConversationLink | None) -> int:
 
 
 def _release(link: _ConversationLink | None) -> int:
-    """The opposite of `_retain`. Returns the bytes of links that nobody holds any more."""
+    """Remove a reference to a link. Returns the bytes of links that have none now."""
     size = 0
     while link is not None:
         link.references -= 1

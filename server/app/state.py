@@ -14,13 +14,12 @@ from starlette.requests import Request
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.app.adapter_registry import AdapterRegistry, ServedAdapter
-from windlass.server.app.auth import CallerCollector, Callers
+from windlass.server.app.auth import CALLER, CallerCollector, Callers
 from windlass.server.app.response_store import ResponseStore
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.http.event_loop_monitor import STALL_SECONDS
-from windlass.server.http.request_id import CALLER
+from windlass.server.observability.event_loop_monitor import STALL_SECONDS
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.text.reasoning import ThinkingControl
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 ConditionCode = Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]
 
-CONDITION_SECONDS = 60.0  # seconds for which a condition is told
+CONDITION_SECONDS = 60.0  # for which a condition is reported
 
 
 class HealthConditions:
-    """clock: seconds, monotonic."""
+    """Recent problems that `/health` reports. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,32 +45,32 @@ class HealthConditions:
         self._counts: dict[ConditionCode, int] = {}
 
     def mark(self, code: ConditionCode) -> None:
-        """It has just happened."""
+        """Record that the condition occurs now."""
         self._recorded_at[code] = self._clock()
 
     def update_count(self, code: ConditionCode, count: int) -> None:
-        """How often it has happened since the start; noted when that is more than before."""
+        """Record an increase of the number of occurrences since the start."""
         if count > self._counts.get(code, 0):
             self.mark(code)
         self._counts[code] = count
 
     def current(self) -> list[ConditionCode]:
-        """Those of the last minute, in the order of their names."""
+        """Conditions of the last minute, sorted by name."""
         since = self._clock() - CONDITION_SECONDS
         return sorted(code for code, at in self._recorded_at.items() if at > since)
 
 
 T = TypeVar("T")
 
-MIN_CACHE_SECONDS = 0.2  # seconds that an answer is good for
+MIN_CACHE_SECONDS = 0.2
 
-_CACHE_COST_FACTOR = 20.0  # times what it cost: it may take a twentieth of the time
+_CACHE_COST_FACTOR = 20.0  # cached for this many times its cost, so it takes at most a twentieth of the time
 
 MAX_WAITING = 8
 
 
 class TimedCache(Generic[T]):
-    """The last answer, and until when it is good. For one event loop."""
+    """The last value of an expensive query, valid for a time in proportion to its cost. For one event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -79,7 +78,7 @@ class TimedCache(Generic[T]):
         self._valid_until = 0.0
 
     async def get(self, make: Callable[[], Awaitable[tuple[T, float]]]) -> T:
-        """The last answer while it is recent, else a new one. make: gives it, and the seconds that it cost the engine."""
+        """The last value while it is valid, else a new one. make: returns the value and its cost to the engine in seconds."""
         async with self._lock:
             if self._answer is None or time.monotonic() >= self._valid_until:
                 self._answer, cost = await make()
@@ -88,18 +87,18 @@ class TimedCache(Generic[T]):
 
 
 class SerialExecutor:
-    """Work of which a new piece begins when the one before has ended, also where nobody waits for that any more."""
+    """Runs jobs one after another. A job whose caller was cancelled still ends before the next one begins."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._waiting: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The work's result; raises ApiError 429 where too much waits already. Cancelling it leaves the work to end by itself."""
+        """The result of a job. Raises ApiError 429 if too many wait already. Cancelling the call does not cancel the job."""
         if len(self._waiting) >= MAX_WAITING:
             raise ApiError(
                 429,
-                f"{MAX_WAITING} such requests wait already",
+                f"{MAX_WAITING} such requests are waiting already",
                 type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
@@ -116,10 +115,10 @@ class SerialExecutor:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._waiting.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited has it, if anybody did
+            task.exception()  # retrieved, so that asyncio does not log it; the caller, if any, has it
 
 
-MAX_STORED_RESPONSES = 16384  # kept for later requests, however small
+MAX_STORED_RESPONSES = 16384  # however small
 
 
 class StoppableExchange(Protocol):
@@ -129,9 +128,9 @@ class StoppableExchange(Protocol):
 
 
 class ServerState:
-    """Everything the routes share. One per app; there is no module-level state.
+    """State that the routes share; one per app.
 
-    draining: set it to refuse new generation work with 503 while running work goes on.
+    draining: set it to refuse new generation requests with 503 while running ones continue.
     """
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
@@ -156,7 +155,7 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
-        # By which token the model judges a pair of texts, and perhaps by which other one; empty: it does not.
+        # The token with which the model accepts a pair of texts, and possibly the refusing one; empty: it does not rank.
         self.rerank_answer_ids = (
             () if settings.ranking is None else rerank_answer_ids(tokenizer, settings.ranking.tokens)
         )
@@ -174,7 +173,7 @@ class ServerState:
         return len(self._exchanges)
 
     def observe_event_loop_lag(self, lag: float) -> None:
-        """Called ten times a second or so, with the seconds by which the event loop was late."""
+        """Called about ten times a second with the delay of the event loop in seconds."""
         self.metrics.event_loop_lag.observe(lag)
         if lag >= STALL_SECONDS:
             self.conditions.mark("event_loop_stalled")
@@ -182,7 +181,7 @@ class ServerState:
         self.conditions.update_count("text_process_lost", self.text.processes_lost)
 
     def admit(self, caller: str = "") -> ModelInfo:
-        """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
+        """The loaded model, if a new generation request of `caller` may start now. Raises ApiError 503 or 429 otherwise."""
         retry_after = self.settings.retry_after_seconds
         if self.draining:
             raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
@@ -192,7 +191,7 @@ class ServerState:
         if self.in_flight >= self.settings.max_in_flight:
             raise ApiError(
                 429,
-                f"{self.in_flight} requests are in progress, the most this server takes",
+                f"{self.in_flight} requests are in progress, the maximum of this server",
                 type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=retry_after,
@@ -212,7 +211,7 @@ class ServerState:
             )
 
     def fingerprint(self, info: ModelInfo) -> str:
-        """`system_fingerprint`: alike where equal requests with equal seeds are answered in the same way."""
+        """`system_fingerprint`: equal if equal requests with equal seeds get equal responses."""
         if self._fingerprint is None or self._fingerprint[0] is not info:
             settings = self.settings
             parts: tuple[object, ...] = (info.fingerprint, self.tokenizer.chat_template, settings.sampling)
@@ -253,11 +252,11 @@ class ServerState:
             )
 
     def unique_id(self, request_id: str) -> str:
-        """An engine request id: the caller's id made unique, as callers may send one id twice."""
+        """An engine request id: the client's id made unique, as clients may send an id twice."""
         return f"{request_id}-{next(self._serial)}"
 
     def close(self) -> None:
-        """End the text processes and the recording. The engine belongs to whoever made it."""
+        """End the text processes, recording and tracing. The creator of the engine closes it."""
         self.text.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -280,19 +279,19 @@ def state_of(request: Request) -> ServerState:
 
 
 def caller_of(request: Request) -> str:
-    """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
+    """The caller of a request for fairness: the API key if keys are required, else the address."""
     if state_of(request).settings.requires_key:
         return owner_of(request)
     return request.client.host if request.client is not None else ""
 
 
 def owner_of(request: Request) -> str:
-    """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
+    """The owner of stored objects: a digest of the API key; empty if no keys are required."""
     return request.scope.get(CALLER) or ""
 
 
 def loaded_model(state: ServerState) -> ModelInfo:
-    """What the engine has loaded; raises ApiError 503 before it has."""
+    """The loaded model. Raises ApiError 503 before the engine has loaded it."""
     info = state.engine.info
     if info is None:
         raise unavailable(
@@ -304,6 +303,6 @@ def loaded_model(state: ServerState) -> ModelInfo:
 
 
 def require_admin(request: Request) -> None:
-    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    """Raise ApiError 403 unless the request's key is an administrator's."""
     if not state_of(request).callers.is_admin(owner_of(request)):
-        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")
+        raise ApiError(403, "this key may not do that: use one with admin = true", code="not_an_administrator")

@@ -24,14 +24,14 @@ _TYPES = {
 
 @cache
 def _read(folder: Path, name: str) -> tuple[bytes, bool, str]:
-    """The bytes of a file, whether they are compressed, and a tag of them."""
+    """The bytes of a file, whether they are compressed, and their ETag."""
     packed = folder / f"{name}.gz"
     data = packed.read_bytes() if packed.exists() else (folder / name).read_bytes()
     return data, packed.exists(), hashlib.sha256(data).hexdigest()[:32]
 
 
 async def send_file(request: Request, folder: Path, name: str, policy: str, vary: str = "accept-encoding") -> Response:
-    """The file `name` of `folder`, or 304 where the browser has it. The caller has checked the name.
+    """The file `name` of `folder`, or 304 if the browser has it. The caller has checked the name.
 
     policy: the Content-Security-Policy. vary: the request's headers on which the answer depends.
     """
@@ -80,7 +80,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 async def page(request: Request) -> Response:
-    """The page, for whoever takes HTML."""
+    """The start page for clients that accept HTML, else links."""
     if "text/html" in request.headers.get("accept", ""):
         return await send_file(request, _UI_FOLDER, "index.html", _UI_POLICY, "accept, accept-encoding")
     return JSONResponse(_LINKS, headers={"vary": "accept"})
@@ -88,7 +88,7 @@ async def page(request: Request) -> Response:
 
 @router.get("/ui/{name:path}")
 async def ui_file(request: Request, name: str) -> Response:
-    """What the page is made of."""
+    """Scripts and styles of the start page."""
     if name not in _UI_FILES:
         raise HTTPException(404)
     return await send_file(request, _UI_FOLDER, name, _UI_POLICY)
@@ -102,7 +102,7 @@ _DOCS_FILES = ("page.css", "page.js", "swagger-ui.css", "swagger-ui-bundle.js", 
 
 DOCS_PATHS = frozenset({*_PAGES, *(f"/docs/{file}" for file in _DOCS_FILES)})
 
-# Both write styles into their pages; Redoc searches in a worker that it makes of its own text.
+# Both insert inline styles; Redoc searches in a worker created from a blob.
 _DOCS_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; "
     "connect-src 'self'; worker-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -113,19 +113,19 @@ openapi_router = APIRouter(include_in_schema=False)
 
 @openapi_router.get("/docs")
 async def swagger_page(request: Request) -> Response:
-    """Swagger UI, from which requests can be tried out."""
+    """Swagger UI."""
     return await send_file(request, _DOCS_FOLDER, _PAGES["/docs"], _DOCS_POLICY)
 
 
 @openapi_router.get("/redoc")
 async def redoc_page(request: Request) -> Response:
-    """Redoc, to read."""
+    """Redoc."""
     return await send_file(request, _DOCS_FOLDER, _PAGES["/redoc"], _DOCS_POLICY)
 
 
 @openapi_router.get("/docs/{name}")
 async def description_file(request: Request, name: str) -> Response:
-    """What the two are made of."""
+    """Scripts and styles of both pages."""
     if name not in _DOCS_FILES:
         raise HTTPException(404)
     return await send_file(request, _DOCS_FOLDER, name, _DOCS_POLICY)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from windlass.clients import APIStatusError, Client, NotFoundError, RopeScaling
-from windlass.clients.options import ChatOptions
+from windlass.clients import APIStatusError, Client, NotFoundError
+from windlass.clients.options import CallOptions, ChatOptions
 from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
-from windlass.engine.errors import EngineError, did_you_mean
+from windlass.engine.errors import EngineError, RequestError, did_you_mean
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_parsing import to_arguments
 from windlass.server.config.server_options import SamplingOptions
@@ -170,6 +171,8 @@ ctrl-C             stop an answer; what is there of it stays
 
 # What a chat decides itself, or where an answer would not be one text.
 _RESERVED_FIELDS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
+
+_RESERVED_FIELDS |= {*CallOptions.__annotations__, "deadline"}
 
 _RESERVED_FIELDS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
 
@@ -381,8 +384,8 @@ def _parse_rope(text: str) -> dict[str, Any] | str:
 
 def _scaling(given: Any) -> dict[str, Any]:
     try:
-        return dict(RopeScaling.from_dict(given))
-    except ValueError as error:
+        return RopeScaling.from_dict(given).to_dict()
+    except RequestError as error:
         kind = given.get("rope_type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind not in (*_SCALING_WORDS, *_SCALING_ALIASES):
             raise CommandError(

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.clients import APIError, APIStatusError, Client, RateLimitError, RetryPolicy, ServerError
-from windlass.clients.metrics import Metrics
 from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
+from windlass.clients.types import Metrics
 from windlass.server.cli.help import with_key_hint
 
 _PREFIX = "windlass_"

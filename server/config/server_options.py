@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
@@ -36,11 +35,8 @@ from windlass.server.config.option_parsing import (
     split,
 )
 from windlass.server.config.settings import (
-    ALL_NETWORKS,
-    ConnectionSettings,
     ContextOverflow,
     MetricsNames,
-    Network,
     RecordSettings,
     RopePolicy,
     ServerSettings,
@@ -736,41 +732,6 @@ class ConnectionOptions:
             help="A client that takes no byte of its answer for so many seconds is dropped, and its request aborted.",
         ),
     ] = 60.0
-
-    def to_settings(self) -> ConnectionSettings:
-        """Raises LoadError that names the option at fault."""
-        for name in ("max_connections", "max_connections_per_address"):
-            if getattr(self, name) < 1:
-                raise LoadError(f"{_option_name(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("header_timeout", "keep_alive_timeout", "write_timeout"):
-            check_seconds(_option_name(name), getattr(self, name), allow_zero=False)
-        given = split(self.forwarded_allow_ips)
-        return ConnectionSettings(
-            max_connections=self.max_connections,
-            max_per_address=self.max_connections_per_address,
-            **({"trusted_proxies": _networks(given)} if given else {}),
-            header_seconds=self.header_timeout,
-            idle_seconds=self.keep_alive_timeout,
-            write_seconds=self.write_timeout,
-        )
-
-
-def _option_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _networks(given: list[str]) -> tuple[Network, ...]:
-    if "*" in given:
-        return ALL_NETWORKS
-    networks = []
-    for text in given:
-        try:
-            networks.append(ip_network(text))
-        except ValueError:
-            raise LoadError(
-                f"--forwarded-allow-ips {text} is no address: write 10.0.0.7, a network as 10.0.0.0/8, or *"
-            ) from None
-    return tuple(networks)
 
 
 MAX_REPLICAS = 1024

@@ -1,1 +1,1 @@
-"""The HTTP side's connections: who is let in, how long each may keep the server waiting, how all of them end."""
+"""HTTP server: listening sockets, TLS, the HTTP/1.1 protocol and the limits of connections."""

@@ -6,7 +6,6 @@ import asyncio
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -19,12 +18,19 @@ from windlass.engine.errors import EngineError
 from windlass.engine.interface.outputs import EngineStats
 from windlass.server.config.rope_profiles import DEFAULT_NAME
 from windlass.server.config.settings import MetricsNames
-from windlass.server.observability.histograms import FanOutObserver, Histogram, HistogramObserver
+from windlass.server.observability.metric_families import (
+    SHARED_COUNTERS,
+    SHARED_GAUGES,
+    FanOutObserver,
+    Histogram,
+    HistogramObserver,
+    stats_families,
+)
 from windlass.server.observability.vllm_metrics import VllmMetrics
 
 
 class CountedTokens(Protocol):
-    """Counts of one request, which grow while it runs."""
+    """Token counts of one request, which grow while it runs."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -34,7 +40,7 @@ class CountedTokens(Protocol):
 
 
 class ScalingCollector(Collector):
-    """Read at each scrape off the counts of the requests that run, so that a token costs nothing here."""
+    """Requests and tokens by rotary scaling, read from running requests at each scrape, so that tokens cost nothing."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[str, CountedTokens]] = {}
@@ -82,39 +88,28 @@ class ScalingCollector(Collector):
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
+STATS_SECONDS = 2.0  # if the engine takes longer, its last known statistics are used
 
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 _LONG_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 
-_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences the engine is working on."),
-    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+_GAUGES = SHARED_GAUGES | {
     "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
     "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
     "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
     "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
     "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
 }
 
-_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
-    "generation_tokens": ("generation_tokens", "Tokens generated."),
+_COUNTERS = SHARED_COUNTERS | {
     "engine_steps": ("num_steps", "Steps of the engine."),
     "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
-    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
     "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model among them."),
     "spec_decode_model_num_draft_tokens": ("spec_decode_model_num_draft_tokens", "Tokens proposed by the draft model."),
     "spec_decode_model_num_accepted_tokens": (
         "spec_decode_model_num_accepted_tokens",
-        "Tokens proposed by the draft model that stood.",
+        "Tokens proposed by the draft model that were accepted.",
     ),
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
     "dropped_tokens": ("dropped_tokens", "Tokens dropped by them."),
@@ -122,7 +117,7 @@ _COUNTERS = {
     "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
 }
 
-# Of cached blocks in files and in the host's memory: fields of `PersistStats`.
+# Cached blocks in files and in host memory: fields of `PersistStats`.
 _PERSIST_GAUGES = {
     "kv_persist_waiting_blocks": ("persist.waiting_blocks", "KV blocks that wait to be written to files."),
     "kv_persist_known_blocks": ("persist.known_blocks", "KV blocks in files that this engine may use."),
@@ -159,18 +154,18 @@ _PERSIST_COUNTERS = {
     "kv_host_evicted_blocks": ("persist.host_evicted_blocks", "KV blocks in the host's memory given up for others."),
 }
 
-MAX_ADAPTER_LABELS = 64  # as labels, in the life of a server
+MAX_ADAPTER_LABELS = 64  # names of adapters in labels, during the life of a server
 
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
 
-# Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
+# Exported from the start: Prometheus cannot see an increase that creates a series.
 _FINISH_REASONS = ("stop", "length")
 
 _SERVER_ERROR_CODES = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
 
 
 class _EngineCollector(Collector):
-    """Turns the last `EngineStats` into metric families; of several engines each number has the label `engine`."""
+    """The last `EngineStats` as metric families, with the label `engine` if there are several engines."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -190,19 +185,8 @@ class _EngineCollector(Collector):
             return
         parts = self.stats.engines or (self.stats,)
         known = [(values, part) for values, part in zip(labels, parts, strict=False) if part is not None]
-        kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
-        kinds = (
-            (GaugeMetricFamily, _GAUGES),
-            (CounterMetricFamily, _COUNTERS),
-            (GaugeMetricFamily, _PERSIST_GAUGES),
-            (CounterMetricFamily, _PERSIST_COUNTERS),
-        )
-        for kind, families in kinds:
-            for name, (attribute, text) in families.items():
-                family = kind(f"windlass_{name}", text, labels=names)
-                for values, part in known:
-                    family.add_metric(values, attrgetter(attribute)(part))
-                yield family
+        yield from stats_families("windlass_", names, known, _GAUGES, _COUNTERS)
+        yield from stats_families("windlass_", names, known, _PERSIST_GAUGES, _PERSIST_COUNTERS)
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens",
             "Positions passed through the model again, by reason.",
@@ -216,7 +200,7 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """What the routes observe, and the text of `/metrics`. names: whose names it has; the others: see `VllmMetrics`."""
+    """Observations of the routes, and the text of `/metrics`. names: which names it uses. For the rest see `VllmMetrics`."""
 
     def __init__(
         self,
@@ -289,7 +273,7 @@ class ServerMetrics:
         max_tokens: int = 0,
         decode_seconds: float = 0.0,
     ) -> None:
-        """Count an output that ended well, `seconds` after its request arrived; decode_seconds: first to last token."""
+        """Count a successful output, `seconds` after its request arrived; decode_seconds: from first to last token."""
         self._success.labels(reason).inc()
         self._e2e.observe(seconds)
         if self._vllm is not None:
@@ -302,12 +286,12 @@ class ServerMetrics:
             )
 
     def observe_prompt_finished(self, samples: int, longest_output: int) -> None:
-        """Count a prompt all of whose outputs ended well; longest_output: of the longest of them."""
+        """Count a prompt whose outputs were all successful; longest_output: tokens of the longest one."""
         if self._vllm is not None:
             self._vllm.observe_prompt_finished(samples, longest_output)
 
     def count_adapter_request(self, name: str) -> None:
-        """Count a request that begins to run with the adapter of this name; only so many names are told apart."""
+        """Count a request that begins to run with this adapter; further names are counted as "other"."""
         if name not in self._adapter_names and len(self._adapter_names) >= MAX_ADAPTER_LABELS:
             name = "other"
         self._adapter_names.add(name)
@@ -321,13 +305,13 @@ class ServerMetrics:
 
     @property
     def last_stats(self) -> EngineStats | None:
-        """Those of the last `refresh` that got some."""
+        """Statistics of the last successful `refresh`."""
         return self._collector.stats
 
     async def refresh(self) -> EngineStats | None:
-        """Fresh engine statistics, which the next answer will show; None where the engine gives none in time.
+        """Fetch engine statistics for the next response; None if the engine does not respond in time.
 
-        Nobody else may ask the engine for them: each snapshot has the times of requests since the one before.
+        Only this method may fetch them: each snapshot contains the times of requests since the previous one.
         """
         try:
             async with asyncio.timeout(STATS_SECONDS):
@@ -344,7 +328,7 @@ class ServerMetrics:
         return stats
 
     async def render(self) -> bytes:
-        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+        """The exposition text, with new engine statistics if the engine responds in time."""
         await self.refresh()
         ours = generate_latest(self.registry) if self._names != "vllm" else b""
         return ours + (generate_latest(self._vllm.registry) if self._vllm is not None else b"")

@@ -1,4 +1,4 @@
-"""A bounded JSON lines file that is written by its own thread."""
+"""Workload recording: a JSON lines file of limited size, written by its own thread."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from windlass.server.config.settings import RecordSettings
 
 _logger = logging.getLogger("windlass.server")
 
-MAX_QUEUED_LINES = 1024  # lines for a slow disk; further ones are lost
+MAX_QUEUED_LINES = 1024  # if the disk is slow; further lines are lost
 
 LOSS_REASONS = ("disk", "full", "slow")
 
-_CLOSE_SECONDS = 5.0  # for what waits when the server ends
+_CLOSE_SECONDS = 5.0  # for queued lines when the server ends
 
 LineBuilder = Callable[[], dict[str, Any]]
 
 
 class WorkloadRecorder:
-    """Its thread begins with the first line. `written` and `lost`, by one of LOSSES, count lines, those of the server aside."""
+    """Records requests. `written` and `lost`, by LOSS_REASONS, count lines without headers. The first line starts the thread."""
 
     def __init__(self, settings: RecordSettings) -> None:
         self.settings = settings
@@ -39,12 +39,12 @@ class WorkloadRecorder:
         self._queue: Queue[tuple[LineBuilder, LineBuilder] | None] = Queue(MAX_QUEUED_LINES)
         self._thread: threading.Thread | None = None
         self._warned: set[str] = set()
-        self._has_header = False  # whether a file has what is said of this server
+        self._has_header = False  # whether this process has written its header
 
     def put(self, line: LineBuilder, *, header: LineBuilder) -> None:
-        """Have a line written soon; never waits, never raises. line: makes the object, in the thread.
+        """Queue a line; never waits, never raises. line: builds the object, in the thread.
 
-        head: makes that of the server, which stands above the first line of this process and above the first one of a file.
+        header: builds the object of the server, written before the first line of this process and of each file.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -52,10 +52,10 @@ class WorkloadRecorder:
         try:
             self._queue.put_nowait((line, header))
         except Full:
-            self._count_lost("slow", "the disk is too slow for it: some requests are missing")
+            self._count_lost("slow", "the disk is too slow: some requests are missing")
 
     def close(self) -> None:
-        """Write what waits, for seconds at most. Safe to call twice."""
+        """Write queued lines, for at most a few seconds. Safe to call twice."""
         if self._thread is not None and self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -72,11 +72,11 @@ class WorkloadRecorder:
                 self.lost["disk"] += 1
 
     def _write(self, data: bytes, header: LineBuilder) -> None:
-        """Append it whole or not at all, behind the head where that is missing.
+        """Append a line completely or not at all, after the header if that is missing.
 
-        The file is opened for each line, so that it may be moved away or come back.
+        The file is opened for each line, so that it may be rotated.
         """
-        # Only the owner may read it: it may hold what people wrote.
+        # Only the owner may read it: it may contain prompts.
         file = os.open(self.settings.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             about = os.fstat(file)
@@ -94,7 +94,7 @@ class WorkloadRecorder:
                     rest = rest[os.write(file, rest) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(file, size)  # no half lines
+                    os.ftruncate(file, size)  # no partial lines
                 raise
         finally:
             os.close(file)
@@ -113,7 +113,7 @@ def _as_line(line: LineBuilder) -> bytes:
 
 
 class RecordingCollector(Collector):
-    """The counts of a recorder, for /metrics; zeros where there is none."""
+    """Counts of a recorder for /metrics; zeros without one."""
 
     def __init__(self, recorder: WorkloadRecorder | None) -> None:
         self._recorder = recorder

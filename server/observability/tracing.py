@@ -14,19 +14,19 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass._version import __version__
-from windlass.server.http.request_id import CALLER_NAME, request_id
+from windlass.server.observability.logging import CALLER_NAME, request_id
 
-SPAN = "windlass.span"  # in a scope
+SPAN = "windlass.span"  # in a scope: its span
 
-_END_MILLISECONDS = 3000  # for what is not sent yet when the server ends
+_FLUSH_MILLISECONDS = 3000  # for unsent spans when the server ends
 
 _PATH_CHARS = 200
 
-_UNTRACED_PATHS = frozenset({"/health", "/ready", "/metrics"})  # asked all the time
+_UNTRACED_PATHS = frozenset({"/health", "/ready", "/metrics"})  # polled frequently
 
 
 class Tracing:
-    """exporter: where spans go. They leave in batches, by a thread; what it cannot send in time is dropped."""
+    """Spans of requests. exporter: receives them in batches from a thread, which drops what it cannot send in time."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         resource = Resource.create({"service.name": "windlass", "service.version": __version__})
@@ -36,7 +36,7 @@ class Tracing:
         self._callers = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope) -> Span:
-        """The span of an exchange, under the caller's where it sent a `traceparent`."""
+        """Start the span of a request, under the client's span if it sent a `traceparent`."""
         wanted = (b"traceparent", b"tracestate")
         carried = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}
         path = scope["path"][:_PATH_CHARS]
@@ -48,7 +48,7 @@ class Tracing:
         )
 
     def phase(self, parent: Span, name: str, start: float, end: float, attributes: Mapping[str, Any]) -> None:
-        """A phase that is over. start, end: seconds on the monotonic clock, which the engine's process shares."""
+        """Record a completed phase. start, end: seconds on the monotonic clock, which the engine process shares."""
         offset = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             name, set_span_in_context(parent), attributes=dict(attributes), start_time=int(start * 1e9) + offset
@@ -56,27 +56,27 @@ class Tracing:
         span.end(int(max(start, end) * 1e9) + offset)
 
     def flush(self) -> None:
-        """Send what waits, for seconds at most."""
-        self._provider.force_flush(_END_MILLISECONDS)
+        """Send queued spans, for at most a few seconds."""
+        self._provider.force_flush(_FLUSH_MILLISECONDS)
 
     def close(self) -> None:
-        """Send what waits, and end the thread."""
+        """Send queued spans, and end the thread."""
         self.flush()
         self._provider.shutdown()
 
 
 def create_tracing(endpoint: str) -> Tracing:
-    """To the collector at this URL, with or without /v1/traces."""
+    """Tracing to the collector at this URL, with or without /v1/traces."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     path = "/v1/traces"
     return Tracing(
-        OTLPSpanExporter(endpoint=endpoint.rstrip("/").removesuffix(path) + path, timeout=_END_MILLISECONDS / 1000)
+        OTLPSpanExporter(endpoint=endpoint.rstrip("/").removesuffix(path) + path, timeout=_FLUSH_MILLISECONDS / 1000)
     )
 
 
 class TracingMiddleware:
-    """A span for every exchange but those that only look whether the server is there."""
+    """A span for every request except health checks and scrapes."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
         self._app = app
@@ -98,7 +98,7 @@ class TracingMiddleware:
         try:
             await self._app(scope, receive, send_observed)
         finally:
-            # A body may have asked for another id, and the key was looked at, since the span began.
+            # Meanwhile the body may have set another id, and the key was checked.
             span.set_attribute("windlass.request_id", request_id(scope))
             if caller := scope.get(CALLER_NAME):
                 span.set_attribute("windlass.caller", caller)

@@ -1,4 +1,4 @@
-"""Metrics under the names, labels and buckets of vLLM."""
+"""Metrics with the names, labels and buckets of vLLM."""
 
 from __future__ import annotations
 
@@ -12,30 +12,17 @@ from prometheus_client.registry import Collector
 
 from windlass.engine.client.engine_client import EngineClient, engine_name
 from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
-from windlass.server.observability.histograms import Histogram, histogram_family
-
-_FIRST_TOKEN_BUCKETS: tuple[float, ...] = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
+from windlass.server.observability.metric_families import (
+    SHARED_COUNTERS,
+    SHARED_GAUGES,
+    Histogram,
+    histogram_family,
+    stats_families,
 )
 
-_FIRST_TOKEN_BUCKETS += (80, 160, 640, 2560)
+_SUBSECOND_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+
+_FIRST_TOKEN_BUCKETS = (*_SUBSECOND_BUCKETS, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 
 _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 
@@ -45,35 +32,21 @@ _LENGTH_BUCKETS = tuple(step * 10**power for power in range(8) for step in (1, 2
 
 _SAMPLE_BUCKETS = (1, 2, 5, 10, 20)
 
-_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences the engine is working on."),
-    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
-    "gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name."),
-}
+_GAUGES = SHARED_GAUGES | {"gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name.")}
 
-_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+_COUNTERS = SHARED_COUNTERS | {
     "gpu_prefix_cache_queries": ("prefix_cache_queries", "The same under its older name."),
     "gpu_prefix_cache_hits": ("prefix_cache_hits", "The same under its older name."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
-    "generation_tokens": ("generation_tokens", "Tokens generated."),
-    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
 }
 
 _REASONS = ("stop", "length", "abort", "error")
 
 
 class VllmMetrics(Collector):
-    """`vllm:` metrics of one app. model_name: the label that tells models apart; the engines are "0" and so on.
+    """`vllm:` metrics of one app. Engines are labelled "0" and so on; observations of the server have "all" if there are several.
 
-    What the server itself observes, and not the engine, has the engine "all" where there are several.
-
-    max_adapters: how many may be loaded at once, 0 where none can be. adapters: the names of those that requests run with.
+    model_name: label of the model. max_adapters: that may be loaded at once, 0 without adapters. adapters: returns the names of
+    adapters with running requests.
     """
 
     def __init__(
@@ -130,7 +103,7 @@ class VllmMetrics(Collector):
     def finished(
         self, reason: str, *, prompt_tokens: int, generation_tokens: int, max_tokens: int, decode_seconds: float
     ) -> None:
-        """Count an output that ended. decode_seconds: between its first token and its last."""
+        """Count a completed output. decode_seconds: between its first token and its last."""
         self.count_finished(reason)
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)
@@ -139,11 +112,11 @@ class VllmMetrics(Collector):
             self.per_output_token.observe(decode_seconds / (generation_tokens - 1))
 
     def count_finished(self, reason: str) -> None:
-        """Count an end that is not described further: one of `stop`, `length`, `abort` and `error`."""
+        """Count an end without further data: one of `stop`, `length`, `abort` and `error`."""
         self._finished[reason if reason in _REASONS else "error"] += 1
 
     def observe_prompt_finished(self, samples: int, longest_output: int) -> None:
-        """Count a prompt all of whose outputs ended; longest_output: of the longest of them."""
+        """Count a prompt whose outputs have all ended; longest_output: tokens of the longest one."""
         self._n.observe(samples)
         self._longest_output.observe(longest_output)
 
@@ -163,16 +136,8 @@ class VllmMetrics(Collector):
         engines = [engine_name(engine, number) for number, engine in enumerate(self._engine.engines)]
         parts = zip(engines, self.stats.engines or (self.stats,), strict=False)
         known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
-        for name, (attribute, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            for labels, part in known:
-                gauge.add_metric(list(labels.values()), getattr(part, attribute))
-            yield gauge
-        for name, (attribute, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            for labels, part in known:
-                counter.add_metric(list(labels.values()), getattr(part, attribute))
-            yield counter
+        rows = [(list(labels.values()), part) for labels, part in known]
+        yield from stats_families("vllm:", names, rows, _GAUGES, _COUNTERS)
         text, each = "Tokens computed in a step of the engine.", []
         for labels, part in known:
             steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
@@ -184,7 +149,7 @@ class VllmMetrics(Collector):
         yield from each[:1]
 
     def _lora_requests(self) -> Metric:
-        # The server does not know which of its requests wait in the engine: all of them count as running.
+        # The server does not know which requests wait in the engine: all count as running.
         labels = {
             "max_lora": str(self._max_adapters),
             "running_lora_adapters": ",".join(self._adapters()),

@@ -1,4 +1,4 @@
-"""Base of all request bodies: strict types, unknown fields, typed lists, and hints for fields of other servers."""
+"""Base of request and response models: strict types, unknown fields, and types of fields that several models share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,7 +27,7 @@ from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 
 _SCALING = "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"
 
-# Field -> what to do instead, of every endpoint that generates.
+# Hints by unknown field, of all endpoints that generate.
 UNKNOWN_FIELD_HINTS: dict[str, str] = {
     "n_keep": "it is called keep_tokens here",
     "num_keep": "it is called keep_tokens here",
@@ -37,7 +38,7 @@ UNKNOWN_FIELD_HINTS: dict[str, str] = {
     "num_ctx": "the context is the server's, of --max-model-len: leave it out",
 }
 
-# Field -> the value at which it asks for nothing, so that it is accepted; any other is refused.
+# Values by unsupported field that have no effect and are accepted. Other values are refused.
 NEUTRAL_VALUES: Mapping[str, Any] = {
     # vLLM
     "use_beam_search": False,
@@ -62,34 +63,39 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "return_progress": False,
 }
 
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+MAX_FREE_FORM = 100_000  # values inside free-form JSON
+MAX_NAME = 64  # characters of an unknown field's name in an error
+
+MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
+
+_TOKEN = {"type": "integer", "minimum": 0}
+OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
+
 
 def is_neutral(value: Any, neutral: Any) -> bool:
-    """Whether a value is the one that changes nothing: 1 and 1.0 are one, 1 and true are not."""
+    """Whether a value equals the neutral one: 1 equals 1.0, but 1 does not equal true."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-INT32_MAX = 2**31 - 1
-
-INT64_MAX = 2**63 - 1
-
-MAX_FREE_FORM = 100_000  # values inside free-form JSON
-
-MAX_NAME = 64  # characters of an unknown field's name that an error repeats
-
-
 class StrictModel(BaseModel):
-    """A JSON object whose unknown fields are refused by name and whose types are not coerced. Null counts as absent."""
+    """A JSON object. Unknown fields are refused by name, types are not coerced, and null counts as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
-    hints: ClassVar[dict[str, str]] = {}  # unknown field -> what to do instead
-    ignored: ClassVar[frozenset[str]] = frozenset()  # fields accepted without effect, whatever they hold
-    neutral: ClassVar[Mapping[str, Any]] = {}  # fields accepted without effect where they hold this value
+    hints: ClassVar[dict[str, str]] = {}  # hints by unknown field
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted without effect
+    neutral: ClassVar[Mapping[str, Any]] = {}  # fields that are accepted without effect if they have this value
+
+    def json_bytes(self) -> bytes:
+        """JSON text without the fields that were not set."""
+        return self.model_dump_json(exclude_unset=True).encode()
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        # One error and not one per field: a body may hold a million of them.
+        # Only one error, not one per field: a body may have a million fields.
         if isinstance(data, dict):
             known = cls.model_fields
             dropped = set()
@@ -117,14 +123,14 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class AcceptsString(BeforeValidator):
-    """A validator that makes something of a string; the description of the API says that a string is taken."""
+    """A validator that also accepts a string, as the OpenAPI document states."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """An object that is checked by hand, less what is null: that counts as absent."""
+    """An object without its null values, which count as absent."""
     return {name: item for name, item in value.items() if item is not None}
 
 
@@ -133,7 +139,7 @@ def _list_from_string(value: Any) -> Any:
 
 
 def _token_bias(value: Any) -> Any:
-    """{"id": bias} with decimal ids, at most 1,024 of them."""
+    """Parse `{"id": bias}` with decimal ids, at most 1,024 of them."""
     if not isinstance(value, dict):
         return value
     if len(value) > 1024:
@@ -151,9 +157,9 @@ def _token_bias(value: Any) -> Any:
 
 
 def check_free_form(value: Any, *, numbers: bool = True) -> Any:
-    """Refuse free-form JSON of too many values, and numbers that later arithmetic could trip over.
+    """Refuse free-form JSON with too many values, infinities, or integers of more than 64 bits.
 
-    Those are infinities and integers past 64 bits. numbers: False where somebody else looks at them.
+    numbers: whether numbers are checked.
     """
     stack = [value]
     count = 0
@@ -181,7 +187,7 @@ def _rope_scaling(value: Any) -> Any:
     if isinstance(value, dict):
         groups = {name: without_nulls(part) if isinstance(part, dict) else part for name, part in value.items()}
         value = without_nulls(groups)
-    return check_free_form(value, numbers=False)  # whoever reads the object names the very field
+    return check_free_form(value, numbers=False)  # the parser of the scaling names the field at fault
 
 
 def _rope_update(value: Any) -> Any:
@@ -201,7 +207,7 @@ def _rope_update(value: Any) -> Any:
 
 
 def _breakers_from_string(value: Any) -> Any:
-    """A list, or JSON strings with commas between them, as oobabooga writes it."""
+    """A list, or JSON strings separated by commas, as oobabooga writes it."""
     if not isinstance(value, str):
         return value
     try:
@@ -210,11 +216,9 @@ def _breakers_from_string(value: Any) -> Any:
         return from_json(value if value.lstrip().startswith("[") else f"[{value}]")
     except ValueError:
         raise PydanticCustomError(
-            "type", 'should be a list of strings, or JSON strings with commas between them such as "\\n", ":"'
+            "type", 'should be a list of strings, or JSON strings separated by commas such as "\\n", ":"'
         ) from None
 
-
-MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 
 SequenceBreakers = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
@@ -226,10 +230,59 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 
+RequestedModel = Annotated[
+    str | None, Field(description="Name of the served model or of one of its adapters. Default: the served model.")
+]
+
+AddSpecialTokens = Annotated[
+    bool | None,
+    Field(
+        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
+        "Default: true for a text, false for a chat."
+    ),
+]
+
+TemplateVariables = Annotated[
+    FreeForm | None, Field(description="Additional variables of the chat template. They override the operator's.")
+]
+
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=16, fail_fast=True),
     AcceptsString(_list_from_string),
+]
+
+StopField = Annotated[
+    StopStrings | None, Field(description="Strings that end the answer: one string or a list. Default: none.")
+]
+
+
+def _check_prompt_shape(value: Any) -> Any:
+    """Check the outer shape only. The contents of long lists are checked after their length."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
+    if not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
+        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
+    return value
+
+
+TextsOrTokens = Annotated[
+    Any,
+    AfterValidator(_check_prompt_shape),
+    Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": _TOKEN, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
 ]
 
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
@@ -238,34 +291,82 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 
 
 class RopeUpdateObject(StrictModel):
-    """`exact`: under `recompute`, frequencies follow every token, not steps; only where the operator allows it."""
+    """Update policy of cached keys."""
 
-    policy: RopeUpdate
-    exact: bool | None = None
+    policy: RopeUpdate = Field(description="`frozen`, `recompute` or `rotate`.")
+    exact: bool | None = Field(
+        default=None,
+        description="With `recompute`: whether frequencies follow every token instead of steps. The operator "
+        "must allow it. Default: false.",
+    )
 
     @field_validator("exact")
     @classmethod
     def _exact_recomputes(cls, exact: bool | None, info: ValidationInfo) -> bool | None:
-        if exact and info.data.get("policy", "recompute") != "recompute":  # a policy at fault has its own error
+        if exact and info.data.get("policy", "recompute") != "recompute":  # an invalid policy has its own error
             raise PydanticCustomError("exact", "goes with the policy 'recompute': leave it out")
         return exact
 
 
-# An object, the name of a profile, or null.
-RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None)]
-
-RopeUpdateField = Annotated[
-    RopeUpdateObject,
-    BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
+RopeScalingField = Annotated[
+    Any,
+    BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None),
+    Field(
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
+        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's."
+    ),
 ]
 
-OTHER_TAG = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
+_RopeUpdate = Annotated[
+    RopeUpdateObject, BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject)
+]
+
+RopeUpdateField = Annotated[
+    _RopeUpdate | None,
+    Field(
+        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
+        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling."
+    ),
+]
+
+
+class EngineRequestFields(StrictModel):
+    """Fields of every request that computes prompts. None means that the field was not given."""
+
+    model: RequestedModel = None
+    user: str | None = Field(default=None, description="Accepted without effect.")
+    add_special_tokens: AddSpecialTokens = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField = None
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Number of most recent tokens that each token attends to, itself included. Default: the "
+        "model's `context.attention_window`, else all.",
+    )
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="With `attention_window`: number of leading tokens that each token also attends to. "
+        "Default: the model's `context.attention_sinks`, else 0.",
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Cached blocks are shared only among requests with equal salts. Default: none."
+    )
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
+        default=None, description="Scheduling priority. Lower numbers run first. Default: that of the API key, else 0."
+    )
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
+        default=None,
+        description="Time limit in seconds, after which the request fails with status 504. Default: the server's.",
+    )
+    request_id: RequestId | None = Field(
+        default=None, description="Id of the request, which replaces that of the header `X-Request-Id`."
+    )
 
 
 def discriminate_by_type(
     known: Collection[str], default: Callable[[dict[str, Any]], str] | None = None
 ) -> Discriminator:
-    """Tells objects apart by `type`: each has the tag "[type]", or OTHER. default: the type of one that has none."""
+    """Discriminator by `type`, whose tags are "[type]" or OTHER_TAG. default: type of an object without one."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -277,7 +378,10 @@ def discriminate_by_type(
 
 
 class UnsupportedKind(BaseModel):
-    """An object of any other kind, which never validates. what: "items"; instead: the kinds that there are."""
+    """An object of any other kind, which is always refused.
+
+    kind_plural: noun in the error, such as "items". supported_kinds: the supported ones.
+    """
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -298,5 +402,5 @@ class UnsupportedKind(BaseModel):
 
 
 def text_or_parts(kind: str) -> AcceptsString:
-    """A list of parts, of which a string is the one of this kind."""
+    """A list of parts, or a string, which becomes one part of this kind."""
     return AcceptsString(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)

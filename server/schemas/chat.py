@@ -1,4 +1,4 @@
-"""Request and response of `/v1/chat/completions`."""
+"""Requests and responses of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, MAX_NAME, FreeForm, StrictModel, without_nulls
+from windlass.server.schemas.base import INT32_MAX, MAX_NAME, StrictModel, TemplateVariables, without_nulls
 from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported_field
-from windlass.server.schemas.response_parts import ErrorAnswer, PromptLogprobs, Rotary, Usage
+from windlass.server.schemas.response_parts import (
+    ErrorAnswer,
+    GenerationEnvelope,
+    PromptLogprobs,
+    PromptTokenIds,
+    RotaryField,
+    StopReasonField,
+    TokenIds,
+    Usage,
+)
 from windlass.server.schemas.tools import (
     PROVIDER_FIELDS,
     AnsweredCall,
@@ -25,20 +34,19 @@ from windlass.server.schemas.tools import (
 )
 
 MAX_MESSAGES = 16384
-
 MAX_CALLS = 128  # in one message
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-# What clients keep in histories for themselves, and caches of other servers.
+# Fields that clients store in histories, and cache options of other servers.
 _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
 
-# Clients that make parts of an answer copy into them what stood beside its text.
+# Clients that turn an answer into parts copy its other fields into them.
 _PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint", "role", "annotations", "logprobs", "parsed"}
 
 
 def _text_content(value: Any) -> str | None:
-    """Text of a message: a string, or OpenAI's list of text parts (joined by line breaks)."""
+    """Text of a message: a string, or OpenAI's list of text parts, joined by line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -47,7 +55,7 @@ def _text_content(value: Any) -> str | None:
 
 
 def _part_text(number: int, part: Any) -> str:
-    """The text of a part. A refusal is what another model said in place of an answer; it counts as text."""
+    """Text of a part. The refusal of another model counts as text."""
     known = without_nulls(part) if isinstance(part, dict) else {}
     kind = "refusal" if known.get("type") == "refusal" else "text"
     text = known.get(kind)
@@ -71,7 +79,7 @@ def _part_schema(kind: str, what: str) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "type": {"const": kind, "description": "The kind of the part."},
+            "type": {"const": kind, "description": "Kind of the part."},
             kind: {"type": "string", "description": what},
         },
         "required": ["type", kind],
@@ -80,49 +88,59 @@ def _part_schema(kind: str, what: str) -> dict[str, Any]:
 
 _PART = {
     "anyOf": [
-        _part_schema("text", "Its text."),
-        _part_schema("refusal", "What a model said in place of an answer; it counts as text."),
+        _part_schema("text", "The text."),
+        _part_schema("refusal", "Refusal of a model, which counts as text."),
     ]
 }
 
 
 class ChatMessage(StrictModel):
-    """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
+    """One turn of a conversation. Fields that clients copy from earlier answers are accepted if they are empty.
 
-    `type` may say "text" or "message", as some clients send it; it has no effect. Neither have `cache_control`, `id`,
-    `timestamp` and `weight`, which clients keep in histories, `parsed`, which the openai package adds, and
-    `provider_specific_fields`, which litellm does.
+    `cache_control`, `id`, `timestamp`, `weight`, `parsed` and `provider_specific_fields` are accepted without effect.
     """
 
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed", PROVIDER_FIELDS}
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="Author of the message.")
     content: Annotated[
         Any,
         AfterValidator(_text_content),
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": _PART},
-                    {"type": "null"},
-                ]
-            }
-        ),
-    ] = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    type: Literal["text", "message"] | None = None
-    refusal: Annotated[str | None, only_empty("refusal is")] = None
-    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = None
-    audio: Annotated[Any, only_empty("audio is")] = None
-    images: Annotated[Any, only_empty("images are")] = None
-    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = None
-    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = None
-    function_call: MadeFunctionCall | None = None
+        Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+    ] = Field(default=None, description="A text or text parts.")
+    name: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Name of the participant, for templates that show it."
+    )
+    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        default=None, description="Calls that the assistant made in this turn."
+    )
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="In a message of role `tool`: id of the call whose result this is."
+    )
+    reasoning_content: str | None = Field(default=None, description="Thinking of the assistant in this turn.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    type: Literal["text", "message"] | None = Field(default=None, description="Accepted without effect.")
+    refusal: Annotated[str | None, only_empty("refusal is")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    audio: Annotated[Any, only_empty("audio is")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    images: Annotated[Any, only_empty("images are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = Field(
+        default=None, description="Copied from earlier answers. Must be empty."
+    )
+    function_call: MadeFunctionCall | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 def _modalities(value: Any) -> Any:
@@ -131,13 +149,10 @@ def _modalities(value: Any) -> Any:
     return value
 
 
-_Modalities = Annotated[Any, AfterValidator(_modalities), Field(json_schema_extra={"enum": [None, [], ["text"]]})]
-
-
 class ChatRequest(GenerationRequest):
-    """`messages` go through the model's chat template; `chat_template_kwargs` are further variables for it.
+    """A conversation, rendered by the model's chat template.
 
-    `functions` and `function_call` are the older names of `tools` and `tool_choice`; answers have the older form then.
+    If the request uses `functions` or `function_call`, answers have the older form of calls.
     """
 
     hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
@@ -148,56 +163,85 @@ class ChatRequest(GenerationRequest):
         "n_probs": "ask for logprobs and top_logprobs here",
     }
 
-    # A prediction makes answers quicker at OpenAI, and changes none.
+    # OpenAI's predictions make answers faster without changing them.
     ignored: ClassVar[frozenset[str]] = GenerationRequest.ignored | {"prediction"}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: FreeForm | None = None
-    reasoning_effort: Effort | None = None
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    functions: Functions | None = None
-    function_call: FunctionChoice = None
-    modalities: _Modalities = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Turns of the conversation, oldest first."
+    )
+    logprobs: bool | None = Field(
+        default=None, description="Whether the log-probabilities of the generated tokens are returned. Default: false."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of alternatives per token whose log-probabilities are returned. Default: 0."
+    )
+    chat_template_kwargs: TemplateVariables = None
+    reasoning_effort: Effort | None = Field(
+        default=None,
+        description="Amount of thinking, if the chat template supports the choice. Default: the template's.",
+    )
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Whether the template opens the assistant's turn. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+    )
+    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    tool_choice: ToolChoice = Field(
+        default=None,
+        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether the model may make several calls in one turn. Default: true."
+    )
+    functions: Functions | None = Field(default=None, description="Older form of `tools`.")
+    function_call: FunctionChoice = Field(default=None, description="Older form of `tool_choice`.")
+    modalities: Annotated[Any, AfterValidator(_modalities)] = Field(
+        default=None,
+        description="Accepted without effect: answers are text.",
+        json_schema_extra={"enum": [None, [], ["text"]]},
+    )
 
 
 class ChatTopLogprob(StrictModel):
-    """`bytes`: the token's own UTF-8 bytes, as one character may be split over tokens."""
+    """A token and its log-probability."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
+    token: str = Field(description="Text of the token.")
+    logprob: float = Field(description="Log-probability of the token.")
+    bytes: list[int] | None = Field(
+        description="UTF-8 bytes of the token. One character may be split over several tokens."
+    )
 
 
 class ChatTokenLogprob(ChatTopLogprob):
     """A generated token and its most likely alternatives."""
 
-    top_logprobs: list[ChatTopLogprob]
+    top_logprobs: list[ChatTopLogprob] = Field(description="Most likely tokens at this position, most likely first.")
 
 
 class ChatLogprobs(StrictModel):
-    """One entry per generated token."""
+    """Log-probabilities of an answer."""
 
-    content: list[ChatTokenLogprob]
-    refusal: None
+    content: list[ChatTokenLogprob] = Field(description="One entry per generated token.")
+    refusal: None = Field(description="Always null.")
 
 
 class ChatAnswer(StrictModel):
-    """The assistant's turn. `reasoning`: `reasoning_content` by another name."""
+    """Message of the assistant in an answer."""
 
-    role: Literal["assistant"]
-    content: str | None
-    refusal: str | None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[AnsweredCall] | None = None
-    function_call: AnsweredFunction | None = None
+    role: Literal["assistant"] = Field(description="Author of the message.")
+    content: str | None = Field(description="The text. Null if there are calls and no text.")
+    refusal: str | None = Field(description="Always null.")
+    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    tool_calls: list[AnsweredCall] | None = Field(default=None, description="The calls.")
+    function_call: AnsweredFunction | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -206,66 +250,66 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 class ChatChoice(StrictModel):
     """One answer."""
 
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | None = None
-    rotary: Rotary | None = None
+    index: int = Field(description="Index of the answer, from 0.")
+    message: ChatAnswer = Field(description="The assistant's message.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: ChatFinishReason = Field(description="Why the answer ended.")
+    stop_reason: StopReasonField
+    token_ids: TokenIds = None
+    rotary: RotaryField = None
 
 
-class ChatCompletion(StrictModel):
-    """The answers to a conversation."""
+class ChatCompletion(GenerationEnvelope):
+    """Answers to a conversation."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
+    choices: list[ChatChoice] = Field(description="The answers.")
+    usage: Usage = Field(description="Numbers of tokens.")
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
 
 
 class ChatDelta(StrictModel):
-    """What a chunk adds to the assistant's turn; only the first one of an answer has the role."""
+    """Part of the assistant's message that a chunk adds."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[CallDelta] | None = None
-    function_call: FunctionDelta | None = None
+    role: Literal["assistant"] | None = Field(
+        default=None, description="Author of the message. Only in the first chunk of an answer."
+    )
+    content: str | None = Field(
+        default=None, description="The added text. Null in the first chunk of an answer that begins with a call."
+    )
+    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
+    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
+    tool_calls: list[CallDelta] | None = Field(default=None, description="The calls.")
+    function_call: FunctionDelta | None = Field(
+        default=None, description="The call, in the older form that `functions` requests."
+    )
 
 
 class ChatChunkChoice(StrictModel):
-    """A piece of one answer; its last one says how it ended."""
+    """A piece of one answer."""
 
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
+    index: int = Field(description="Index of the answer, from 0.")
+    delta: ChatDelta = Field(description="The added part of the message.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: ChatFinishReason | None = Field(description="Why the answer ended. Null before its last chunk.")
+    stop_reason: StopReasonField = None
+    token_ids: TokenIds = None
 
 
-class ChatChunk(StrictModel):
-    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
+class ChatChunk(GenerationEnvelope):
+    """A chunk of a stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
+    choices: list[ChatChunkChoice] = Field(description="Pieces of answers.")
+    usage: Usage | None = Field(
+        default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
+    )
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
 
 
 class ChatEvent(RootModel[ChatChunk | ErrorAnswer]):
-    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""
+    """JSON of a stream event: a chunk, or the error that ended the stream. The last event is `[DONE]`."""

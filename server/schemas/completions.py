@@ -4,124 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, RootModel
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, RootModel
 
-from windlass.server.schemas.base import INT32_MAX, StopStrings, StrictModel
+from windlass.server.schemas.base import INT32_MAX, StopField, StrictModel, TextsOrTokens
 from windlass.server.schemas.generation import GenerationRequest, SharedRequest, only_empty
-from windlass.server.schemas.response_parts import ErrorAnswer, FinishReason, PromptLogprobs, Rotary, Usage
-
-
-def _check_prompt_shape(value: Any) -> Any:
-    """Shape only: what is inside long lists is looked at once their length is known to fit."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
-    if not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
-        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
-    return value
-
-
-_TOKEN = {"type": "integer", "minimum": 0}
-
-
-class CompletionRequest(GenerationRequest):
-    """`prompt`: a string, a list of strings, token ids, or a list of token-id lists."""
-
-    hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
-        "messages": "it belongs to /v1/chat/completions; this is /v1/completions, which takes prompt",
-        "top_logprobs": "it belongs to /v1/chat/completions; here logprobs is the number of alternatives",
-        "tools": "it belongs to /v1/chat/completions",
-        "n_probs": "it is called logprobs here",
-    }
-
-    prompt: Annotated[
-        Any,
-        AfterValidator(_check_prompt_shape),
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                    {"type": "array", "items": _TOKEN, "minItems": 1},
-                    {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
-                ]
-            }
-        ),
-    ]
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: str | None = None
-
-
-class CompletionLogprobs(StrictModel):
-    """Parallel lists, one entry per token. The first prompt token of an echo has no log-probability."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(StrictModel):
-    """One answer. The fields without a value stand there where they were asked for."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    rotary: Rotary | None = None
-
-
-class Completion(StrictModel):
-    """The answers to all prompts."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    rotary: Rotary | None = None
-
-
-class CompletionChunkChoice(StrictModel):
-    """A piece of one answer. Its first one has what was asked of the prompt, its last one how it ended."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class CompletionChunk(StrictModel):
-    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
-    rotary: Rotary | None = None
-
-
-class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
-    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""
-
+from windlass.server.schemas.response_parts import (
+    ErrorAnswer,
+    FinishReason,
+    GenerationEnvelope,
+    PromptLogprobs,
+    PromptTokenIds,
+    RotaryField,
+    StopReasonField,
+    TokenIds,
+    Usage,
+)
 
 MAX_PASSAGES = 256
 
@@ -139,16 +36,109 @@ SAMPLERS = {
 }
 
 
+class CompletionRequest(GenerationRequest):
+    """One or several prompts."""
+
+    hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
+        "messages": "it belongs to /v1/chat/completions; this is /v1/completions, which takes prompt",
+        "top_logprobs": "it belongs to /v1/chat/completions; here logprobs is the number of alternatives",
+        "tools": "it belongs to /v1/chat/completions",
+        "n_probs": "it is called logprobs here",
+    }
+
+    prompt: TextsOrTokens = Field(description="A text, token ids, or a list of texts or of lists of token ids.")
+    echo: bool | None = Field(default=None, description="Whether answers begin with the prompt. Default: false.")
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None,
+        description="Number of alternatives per token whose log-probabilities are returned. 0: only the tokens' "
+        "own. Default: none are returned.",
+    )
+    suffix: str | None = Field(
+        default=None,
+        description="Text after a gap that the answer fills. The prompt is the text before it. Requires a model "
+        "with fill-in-the-middle tokens. Default: none.",
+    )
+
+
+class CompletionLogprobs(StrictModel):
+    """Log-probabilities as parallel lists with one entry per token."""
+
+    tokens: list[str] = Field(description="Texts of the tokens.")
+    token_logprobs: list[float | None] = Field(
+        description="Log-probabilities of the tokens. Null for the first token of a prompt."
+    )
+    top_logprobs: list[dict[str, float] | None] = Field(
+        description="For each token, the log-probabilities of the most likely tokens at its position, its own "
+        "included, by text."
+    )
+    text_offset: list[int] = Field(description="Start of each token in the text, in characters.")
+
+
+class CompletionChoice(StrictModel):
+    """One answer."""
+
+    index: int = Field(description="Index of the answer over all prompts, from 0.")
+    text: str = Field(description="The text.")
+    logprobs: CompletionLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: FinishReason = Field(description="Why the answer ended.")
+    stop_reason: StopReasonField
+    token_ids: TokenIds = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+    rotary: RotaryField = None
+
+
+class Completion(GenerationEnvelope):
+    """Answers to all prompts."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice] = Field(description="The answers, prompt by prompt.")
+    usage: Usage = Field(description="Numbers of tokens.")
+    rotary: RotaryField = Field(default=None, description="Rotary scaling of the first answer.")
+
+
+class CompletionChunkChoice(StrictModel):
+    """A piece of one answer. The first piece has the values of the prompt, the last piece the reason of the end."""
+
+    index: int = Field(description="Index of the answer over all prompts, from 0.")
+    text: str = Field(description="The text.")
+    logprobs: CompletionLogprobs | None = Field(description="Log-probabilities of the tokens, if requested, else null.")
+    finish_reason: FinishReason | None = Field(description="Why the answer ended. Null before its last chunk.")
+    stop_reason: StopReasonField = None
+    token_ids: TokenIds = None
+    prompt_token_ids: PromptTokenIds = None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class CompletionChunk(GenerationEnvelope):
+    """A chunk of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice] = Field(description="Pieces of answers.")
+    usage: Usage | None = Field(
+        default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
+    )
+    rotary: RotaryField = None
+
+
+class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
+    """JSON of a stream event: a chunk, or the error that ended the stream. The last event is `[DONE]`."""
+
+
 class FilePassage(StrictModel):
     """A passage of another file."""
 
-    filename: Annotated[Annotated[str, Field(max_length=4096)] | None, Field(description="The file's name.")] = None
-    text: Annotated[str, Field(description="The passage.")]
-    time: Annotated[Any, Field(description="Without effect.")] = None
+    filename: Annotated[str, Field(max_length=4096)] | None = Field(
+        default=None, description="Name of the file. Default: none."
+    )
+    text: str = Field(description="Text of the passage.")
+    time: Any = Field(default=None, description="Accepted without effect.")
 
 
 class InfillRequest(SharedRequest):
-    """What stands before a gap and behind it. llama.cpp's names beside ours; what is longer than the context is cut."""
+    """The texts before and after a gap, with llama.cpp's names of fields. Text that does not fit into the context is
+    cut.
+    """
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "suffix": "it belongs to /v1/completions; here it is input_suffix",
@@ -157,100 +147,104 @@ class InfillRequest(SharedRequest):
         "n": "/infill gives one answer; /v1/completions with suffix gives several",
     }
 
-    input_prefix: Annotated[str, Field(description="What stands before the gap.")]
-    input_suffix: Annotated[str, Field(description="What stands behind it.")]
-    input_extra: Annotated[
-        Annotated[list[FilePassage], Field(max_length=MAX_PASSAGES, fail_fast=True)] | None,
-        Field(
-            description="Passages of other files, the most important last; those in front are left out where not all fit."
-        ),
-    ] = None
-    prompt: Annotated[
-        str | None, Field(description="More of what stands before the gap, as the start of its line.")
-    ] = None
-    n_predict: Annotated[
-        Annotated[int, Field(ge=-1, le=INT32_MAX)] | None,
-        Field(description="Most tokens of the answer; 0: the prompt is only read into the cache, -1: as many as fit."),
-    ] = None
-    stop: StopStrings | None = None
-    repeat_penalty: Annotated[
-        Annotated[float, Field(gt=0, le=100)] | None, Field(description="`repetition_penalty` as llama.cpp calls it.")
-    ] = None
-    n_indent: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(description="The answer ends before a line that is indented by fewer characters; 0: it does not."),
-    ] = None
-    t_max_predict_ms: Annotated[
-        Annotated[float, Field(ge=-1, le=1e9)] | None,
-        Field(description="Milliseconds after which the answer ends, once it has a whole line; 0 or -1: it does not."),
-    ] = None
-    samplers: Annotated[
-        Annotated[list[str], Field(max_length=64, fail_fast=True)] | Annotated[str, Field(max_length=64)] | None,
-        Field(
-            description="Which of `dry`, `top_k`, `typical_p`, `top_p`, `min_p`, `xtc`, `temperature` and `penalties` count, by "
-            "name or by llama.cpp's letters; in which order has no effect. Default: all."
-        ),
-    ] = None
-    response_fields: Annotated[
-        Annotated[list[str], Field(max_length=64, fail_fast=True)] | None,
-        Field(description="Which fields the answer has; `timings/prompt_n` is one inside another. Default: all."),
-    ] = None
-    return_tokens: Annotated[bool | None, Field(description="Whether `tokens` has the answer's token ids.")] = None
-    lora: Annotated[
-        list[Any] | None, only_empty("lora"), Field(description="Not supported: adapters are asked for by `model`.")
-    ] = None
+    input_prefix: str = Field(description="Text before the gap.")
+    input_suffix: str = Field(description="Text after the gap.")
+    input_extra: Annotated[list[FilePassage], Field(max_length=MAX_PASSAGES, fail_fast=True)] | None = Field(
+        default=None,
+        description="Passages of other files, the most important last. The first ones are dropped if not all "
+        "fit. Default: none.",
+    )
+    prompt: str | None = Field(
+        default=None,
+        description="Text between `input_prefix` and the gap, such as the start of its line. Default: empty.",
+    )
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Maximum number of generated tokens. 0: the prompt is only cached; -1: as many as fit. "
+        "Default: `--default-max-tokens`.",
+    )
+    stop: StopField = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None, description="llama.cpp's name of `repetition_penalty`."
+    )
+    n_indent: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="The answer ends before a line that is indented by fewer characters. Default: 0, off."
+    )
+    t_max_predict_ms: Annotated[float, Field(ge=-1, le=1000000000.0)] | None = Field(
+        default=None,
+        description="Time in milliseconds after which the answer ends, once it has a complete line. 0 (default) "
+        "or -1: unlimited.",
+    )
+    samplers: (
+        Annotated[list[str], Field(max_length=64, fail_fast=True)] | Annotated[str, Field(max_length=64)] | None
+    ) = Field(
+        default=None,
+        description="Enabled samplers of `dry`, `top_k`, `typical_p`, `top_p`, `min_p`, `xtc`, `temperature` "
+        "and `penalties`, by name or by llama.cpp's letters. Their order has no effect. Default: "
+        "all.",
+    )
+    response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = Field(
+        default=None, description="Fields of the answer; `timings/prompt_n` names a nested field. Default: all."
+    )
+    return_tokens: bool | None = Field(
+        default=None, description="Whether `tokens` has the ids of the generated tokens. Default: false."
+    )
+    lora: Annotated[list[Any] | None, only_empty("lora")] = Field(
+        default=None, description="Not supported: `model` selects an adapter. Must be empty."
+    )
 
-    # llama.cpp's bookkeeping: accepted, without effect
-    id_slot: Annotated[Any, Field(description="Without effect.")] = None
-    cache_prompt: Annotated[Any, Field(description="Without effect: the cache is always used, and exact.")] = None
-    t_max_prompt_ms: Annotated[Any, Field(description="Without effect.")] = None
-    timings_per_token: Annotated[Any, Field(description="Without effect.")] = None
+    # Fields of llama.cpp that are accepted without effect
+    id_slot: Any = Field(default=None, description="Accepted without effect.")
+    cache_prompt: Any = Field(default=None, description="Accepted without effect: prompts are always cached.")
+    t_max_prompt_ms: Any = Field(default=None, description="Accepted without effect.")
+    timings_per_token: Any = Field(default=None, description="Accepted without effect.")
 
 
 class InfillTimings(StrictModel):
-    """How long it took, in milliseconds; waiting counts with the prompt."""
+    """Durations in milliseconds."""
 
-    cache_n: Annotated[int, Field(description="Tokens of the prompt that were found in the cache.")]
-    prompt_n: Annotated[int, Field(description="Tokens of the prompt that were computed.")]
-    prompt_ms: Annotated[float, Field(description="Until the first token.")]
-    prompt_per_token_ms: Annotated[float, Field(description="Per token of the prompt that was computed.")]
-    prompt_per_second: Annotated[float, Field(description="Tokens of the prompt in a second.")]
-    predicted_n: Annotated[int, Field(description="Tokens of the answer.")]
-    predicted_ms: Annotated[float, Field(description="From the first token to the last.")]
-    predicted_per_token_ms: Annotated[float, Field(description="Per token behind the first.")]
-    predicted_per_second: Annotated[float, Field(description="Such tokens in a second.")]
+    cache_n: int = Field(description="Number of prompt tokens found in the cache.")
+    prompt_n: int = Field(description="Number of prompt tokens that were computed.")
+    prompt_ms: float = Field(description="Time to the first token, waiting included, in milliseconds.")
+    prompt_per_token_ms: float = Field(description="Milliseconds per computed prompt token.")
+    prompt_per_second: float = Field(description="Computed prompt tokens per second.")
+    predicted_n: int = Field(description="Number of generated tokens.")
+    predicted_ms: float = Field(description="Time from the first to the last token, in milliseconds.")
+    predicted_per_token_ms: float = Field(description="Milliseconds per token after the first.")
+    predicted_per_second: float = Field(description="Tokens per second after the first.")
 
 
 class Infill(StrictModel):
-    """What fills the gap. A stream's events have all of it but the last, whose `content` is empty.
+    """The text for the gap. Events of a stream have the text piece by piece; the last event has all other fields.
 
-    With `response_fields` those alone.
+    With `response_fields`, only those fields.
     """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, int | float] = Field(init=False)
 
     index: Annotated[Literal[0] | None, Field(description="Always 0.")] = None
-    content: Annotated[str | None, Field(description="The text.")] = None
-    tokens: Annotated[list[int] | None, Field(description="Its token ids, where they were asked for, else empty.")] = (
-        None
-    )
+    content: str | None = Field(default=None, description="The generated text.")
+    tokens: list[int] | None = Field(default=None, description="Ids of the generated tokens, if requested, else empty.")
     id_slot: Annotated[Literal[0] | None, Field(description="Always 0.")] = None
-    stop: Annotated[bool | None, Field(description="Whether the answer ends here.")] = None
-    model: Annotated[str | None, Field(description="What it comes from.")] = None
-    tokens_predicted: Annotated[int | None, Field(description="Tokens that were generated.")] = None
-    tokens_evaluated: Annotated[int | None, Field(description="Tokens of the prompt.")] = None
-    tokens_cached: Annotated[int | None, Field(description="Of the prompt's, tokens found in the cache.")] = None
-    has_new_line: Annotated[bool | None, Field(description="Whether the text has one.")] = None
-    truncated: Annotated[bool | None, Field(description="Whether any of what was given did not fit.")] = None
-    stop_type: Annotated[
-        Literal["eos", "word", "limit"] | None,
-        Field(description="Ended by the model, by a stop string, or by a limit: of tokens, of time, or `n_indent`."),
-    ] = None
-    stopping_word: Annotated[str | None, Field(description="The stop string, else empty.")] = None
-    timings: Annotated[InfillTimings | None, Field(description="How long it took.")] = None
-    rotary: Rotary | None = None
+    stop: bool | None = Field(default=None, description="Whether the answer has ended.")
+    model: str | None = Field(default=None, description="Name of the model.")
+    tokens_predicted: int | None = Field(default=None, description="Number of generated tokens.")
+    tokens_evaluated: int | None = Field(default=None, description="Number of prompt tokens.")
+    tokens_cached: int | None = Field(default=None, description="Number of prompt tokens found in the cache.")
+    has_new_line: bool | None = Field(default=None, description="Whether the text contains a line break.")
+    truncated: bool | None = Field(
+        default=None, description="Whether parts of the request did not fit into the context."
+    )
+    stop_type: Literal["eos", "word", "limit"] | None = Field(
+        default=None,
+        description="What ended the answer: the model (`eos`), a stop string (`word`), or a limit of tokens, "
+        "time or indentation (`limit`).",
+    )
+    stopping_word: str | None = Field(default=None, description="Stop string that ended the answer, else empty.")
+    timings: InfillTimings | None = Field(default=None, description="Durations.")
+    rotary: RotaryField = None
 
 
 class InfillEvent(RootModel[Infill | ErrorAnswer]):
-    """The JSON of an event of a stream: a piece of the answer, or the error that ended it."""
+    """JSON of a stream event: a piece of the answer, or the error that ended the stream."""

@@ -1,4 +1,4 @@
-"""Fields that all generating endpoints share."""
+"""Fields of all requests that generate."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from windlass.server.schemas.base import (
     INT64_MAX,
     NEUTRAL_VALUES,
     UNKNOWN_FIELD_HINTS,
+    EngineRequestFields,
     LogitBias,
-    RequestId,
-    RopeScalingField,
-    RopeUpdateField,
     SequenceBreakers,
-    StopStrings,
+    StopField,
     StrictModel,
     TokenId,
     without_nulls,
 )
 
-# OpenAI's settings of its own prompt cache
+# Options of OpenAI's prompt cache
 PROMPT_CACHE_FIELDS = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
 
@@ -37,8 +35,8 @@ def unsupported_field(what: str, details: dict[str, Any] | None = None) -> Pydan
 
 
 def _reject_zero_top_p(value: Any) -> Any:
-    if type(value) in (int, float) and value == 0:  # as some write it who want no chance
-        advice = "for the likeliest token alone set temperature to 0"
+    if type(value) in (int, float) and value == 0:  # common mistake of clients that want greedy decoding
+        advice = "set temperature to 0 for greedy decoding"
         raise PydanticCustomError("no_share", "should be greater than 0: {advice}", {"advice": advice})
     return value
 
@@ -50,9 +48,9 @@ class _OnlyEmpty(AfterValidator):
 
 
 def only_empty(what: str, details: dict[str, Any] | None = None) -> AfterValidator:
-    """A field that is accepted when it asks for nothing (null, false, 0, "", [], {} or an object of nulls).
+    """Validator of an unsupported field, which accepts null, false, 0, "", [], {} and an object of nulls.
 
-    details: of the error, as `ApiError` has them.
+    details: of the error, as in `ApiError`.
     """
 
     def check(value: Any) -> Any:
@@ -73,150 +71,203 @@ def _response_format(value: Any) -> Any:
 
 
 class StreamOptions(StrictModel):
-    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: with it, running usage on every chunk.
+    """Additional contents of a stream."""
 
-    `include_obfuscation` has no effect: chunks are never padded.
-    """
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: bool | None = Field(
+        default=None, description="Whether a last chunk has the token counts. Default: false."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None,
+        description="With `include_usage`: whether every chunk has the token counts so far. Default: false.",
+    )
+    include_obfuscation: bool | None = Field(
+        default=None, description="Accepted without effect: chunks are not padded."
+    )
 
 
 class PassageSpan(StrictModel):
-    """Tokens start to end - 1 of a prompt."""
+    """A span of prompt tokens."""
 
-    start: Annotated[int, Field(ge=0, le=INT32_MAX, description="Its first token, counted from 0.")]
-    end: Annotated[int, Field(ge=1, le=INT32_MAX, description="The token behind its last one.")]
+    start: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(description="Index of the first token, from 0.")
+    end: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Index after the last token.")
 
 
-class SharedRequest(StrictModel):
-    """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
+class SharedRequest(EngineRequestFields):
+    """Sampling and context fields of every endpoint that generates. None means that the field was not given."""
 
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
 
-    model: str | None = None
+    # OpenAI's fields
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="Sampling temperature. 0 selects the most likely token. Default: the model's `sampling_defaults`.",
+    )
+    top_p: Annotated[float, BeforeValidator(_reject_zero_top_p), Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Nucleus sampling: only the most likely tokens whose probabilities add up to this value are "
+        "sampled. Default: the model's `sampling_defaults`.",
+    )
+    stream: bool | None = Field(
+        default=None,
+        description="Whether the answer is sent as server-sent events while it is generated. Default: false.",
+    )
+    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = Field(
+        default=None,
+        description="Seed of the random numbers. Equal requests with equal seeds get equal answers while "
+        "`system_fingerprint` stays the same. Default: random.",
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None, description="Subtracted from the logits of tokens that were already generated. Default: 0."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        default=None, description="Subtracted from the logits of generated tokens once for each occurrence. Default: 0."
+    )
+    logit_bias: LogitBias | None = Field(
+        default=None, description="Values added to logits, by token id in decimal. Default: none."
+    )
 
-    # OpenAI's own
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, BeforeValidator(_reject_zero_top_p), Field(gt=0, le=1)] | None = None
-    stream: bool | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = None
-
-    # Sampling beyond OpenAI
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_REPEAT_WINDOW)] | None = None
-    dry_sequence_breakers: SequenceBreakers | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = None
+    # Further sampling parameters
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Only this many of the most likely tokens are sampled. 0 or -1: all tokens. Default: the "
+        "model's `sampling_defaults`.",
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Only tokens with at least this share of the highest probability are sampled. 0: all "
+        "tokens. Default: the model's `sampling_defaults`.",
+    )
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Locally typical sampling: only the most typical tokens whose probabilities add up to this "
+        "value are sampled. 1: all tokens. Default: the model's `sampling_defaults`.",
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None,
+        description="Divides positive logits of tokens that already occurred and multiplies negative ones. 1: "
+        "off. Default: the model's `sampling_defaults`.",
+    )
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Probability, per token, that the most likely choices are excluded (XTC). Default: 0, never.",
+    )
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="With `xtc_probability`: minimum probability of an excluded choice. The least likely of "
+        "these remains. Default: 0.1.",
+    )
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None, description="Strength of the penalty on repeated sequences (DRY). Default: 0, off."
+    )
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = Field(
+        default=None, description="Growth of the DRY penalty with each further repeated token. Default: 1.75."
+    )
+    dry_allowed_length: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Length of a repetition without a DRY penalty, in tokens. Default: 2."
+    )
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_REPEAT_WINDOW)] | None = Field(
+        default=None, description="Number of most recent tokens that DRY searches. -1 (default): up to 32,768."
+    )
+    dry_sequence_breakers: SequenceBreakers | None = Field(
+        default=None,
+        description="Strings that end a repeated sequence of DRY: a list, or JSON strings separated by commas. "
+        'Default: line break, `:`, `"` and `*`.',
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Minimum number of generated tokens. Default: 0."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="Whether generation continues after end-of-sequence tokens. Default: false."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = Field(
+        default=None, description="Ids of tokens that end the answer. Default: none."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None,
+        description="Whether the answer includes the stop string or stop token that ended it. Default: false.",
+    )
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1024, fail_fast=True)]
         | None
-    ) = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    ) = Field(default=None, description="Texts that the answer must not contain. Default: none.")
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = Field(
+        default=None, description="Ids of the only tokens that may be generated. Default: all tokens."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Whether special tokens are omitted from the text. Default: true."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="A longer prompt is truncated to this many tokens. Default: no truncation."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="End at which a longer prompt is truncated. Default: `left`."
+    )
 
-    # Serving
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
-    request_id: RequestId | None = None
+    # Structured output: at most one of these
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="Form of the answer: one of `json` (a schema), `json_object`, `regex`, `choice` (a list) "
+        "and `grammar` (Lark or GBNF). Default: any text.",
+    )
+    guided_json: dict[str, Any] | str | None = Field(
+        default=None, description="Older name of `structured_outputs.json`: a JSON schema that the answer follows."
+    )
+    guided_regex: str | None = Field(
+        default=None,
+        description="Older name of `structured_outputs.regex`: a regular expression that the answer matches.",
+    )
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        default=None, description="Older name of `structured_outputs.choice`: texts of which the answer is one."
+    )
+    guided_grammar: str | None = Field(
+        default=None, description="Older name of `structured_outputs.grammar`: a grammar that the answer follows."
+    )
+    grammar: str | None = Field(
+        default=None, description="llama.cpp's name of `structured_outputs.grammar`: a grammar that the answer follows."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        default=None,
+        description="llama.cpp's name of `structured_outputs.json`: a JSON schema that the answer follows.",
+    )
 
-    # The form of the answer: one of these
-    structured_outputs: Annotated[
-        dict[str, Any] | None,
-        Field(
-            description="One of `json` (a schema), `json_object`, `regex`, `choice` (a list) and `grammar` (Lark or GBNF)."
-        ),
-    ] = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
+    # Context overflow
+    context_overflow: Literal["error", "stop", "shift", "drop_turns"] | None = Field(
+        default=None,
+        description="What happens if prompt and answer exceed the context: the request is refused (`error`), "
+        "the answer ends (`stop`), the oldest tokens are dropped (`shift`), or a chat's oldest "
+        "turns are dropped (`drop_turns`). Default: the model's `context.context_overflow`.",
+    )
+    keep_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="With `shift`: number of leading tokens that are never dropped, rounded up to entire "
+        "blocks; at least two blocks must remain. Default: the model's `context.keep_tokens`, else "
+        "a chat's system prompt, else 16.",
+    )
 
-    # What is longer than the context
-    context_overflow: Annotated[
-        Literal["error", "stop", "shift", "drop_turns"] | None,
-        Field(
-            description="What is done where prompt and answer are longer than the context: the request is refused (`error`), the "
-            "answer ends there (`stop`), the oldest tokens are dropped and it goes on (`shift`), or a chat's oldest turns are "
-            "left out (`drop_turns`). Default: the model's `context.context_overflow`."
-        ),
-    ] = None
-    keep_tokens: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(
-            description="With `shift`: leading tokens that are never dropped, rounded up to whole blocks; at least two blocks "
-            "must be left. Default: the model's `context.keep_tokens`, else a chat's system prompt, else 16."
-        ),
-    ] = None
-    attention_window: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(
-            description="The last tokens that each token sees, itself included. "
-            "Default: the model's `context.attention_window`, else all."
-        ),
-    ] = None
-    attention_sinks: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(
-            description="With `attention_window`: leading tokens that each token sees besides. "
-            "Default: the model's `context.attention_sinks`, else 0."
-        ),
-    ] = None
+    # Non-prefix KV reuse
+    cache_reuse: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Minimum length of cached passages that are reused at any position of the prompt, in "
+        "tokens, at least 32. Reuse is faster than computing the passages, but not exact. 0: no "
+        "reuse. Default: the model's `context.cache_reuse`.",
+    )
+    passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None = Field(
+        default=None,
+        description="Spans of the prompt to search in the cache, instead of searching the prompt. Only for "
+        "completions. Spans must not overlap. Default: none.",
+    )
+    cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="With `cache_reuse` or `passages`: part at the start of each passage that is recomputed, as "
+        "a share below 1 or in tokens. Default: 0.15.",
+    )
 
-    # What is taken from the cache wherever it stood
-    cache_reuse: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(
-            description="Cached passages of at least so many tokens, 32 or more, are taken wherever they stand in the prompt and "
-            "whatever stood before them: quicker, and not the same as computing them. 0: none. Default: the model's "
-            "`context.cache_reuse`."
-        ),
-    ] = None
-    passages: Annotated[
-        Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None,
-        Field(
-            description="Spans of the prompt that are looked for as they are, in place of a search of all of it; completions "
-            "only. They may not overlap."
-        ),
-    ] = None
-    cache_reuse_recompute: Annotated[
-        Annotated[float, Field(ge=0, le=INT32_MAX)] | None,
-        Field(
-            description="With `cache_reuse` or `passages`: how much of the head of each passage is computed anew, as a share "
-            "below 1 or in tokens. Default: 0.15."
-        ),
-    ] = None
-
-    # Bookkeeping: accepted, without effect
-    user: str | None = None
-    service_tier: str | None = None
+    service_tier: str | None = Field(default=None, description="Accepted without effect.")
 
 
 class GenerationRequest(SharedRequest):
-    """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
+    """Fields of completions and chats: OpenAI's older names, several answers, and additional contents of answers."""
 
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS | {
         "n_predict": "it is called max_tokens here",
@@ -224,26 +275,46 @@ class GenerationRequest(SharedRequest):
     }
     ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS
 
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream_options: StreamOptions | None = None
-    stop: StopStrings | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: Annotated[
-        dict[str, Any] | None,
-        AfterValidator(_response_format),
-        Field(
-            description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, schema}}`."
-        ),
-    ] = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Maximum number of generated tokens. Default: 16 for a completion, `--default-max-tokens` "
+        "for a chat.",
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Newer name of `max_tokens`."
+    )
+    n: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="Number of answers per prompt. Default: 1."
+    )
+    best_of: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None,
+        description="Number of answers generated per prompt, of which the `n` most likely are returned. Default: `n`.",
+    )
+    stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
+    stop: StopField = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None,
+        description="Number of alternatives per prompt token whose log-probabilities are returned. 0: only the "
+        "prompt tokens' own. Default: none are returned.",
+    )
+    return_token_ids: bool | None = Field(
+        default=None,
+        description="Whether the answer has the token ids of the prompt and of the generated text. Default: false.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None,
+        description="Whether log-probabilities name tokens by id, as in `token_id:17`, instead of by text. "
+        "Default: false.",
+    )
+    response_format: Annotated[dict[str, Any] | None, AfterValidator(_response_format)] = Field(
+        default=None,
+        description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, "
+        "schema}}`. Default: any text.",
+    )
 
-    # OpenAI's bookkeeping: accepted, without effect
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    verbosity: str | None = None
+    # Fields of OpenAI that are accepted without effect
+    metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
+    store: bool | None = Field(default=None, description="Accepted without effect.")
+    safety_identifier: str | None = Field(default=None, description="Accepted without effect.")
+    prompt_cache_key: str | None = Field(default=None, description="Accepted without effect.")
+    verbosity: str | None = Field(default=None, description="Accepted without effect.")

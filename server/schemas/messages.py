@@ -12,8 +12,10 @@ from windlass.server.schemas.base import (
     INT32_MAX,
     OTHER_TAG,
     FreeForm,
+    RequestedModel,
     StopStrings,
     StrictModel,
+    TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
     text_or_parts,
@@ -21,14 +23,14 @@ from windlass.server.schemas.base import (
 )
 from windlass.server.schemas.chat import MAX_MESSAGES, Effort
 from windlass.server.schemas.generation import SharedRequest, only_empty, unsupported_field
-from windlass.server.schemas.response_parts import Rotary
+from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     MAX_TOOLS,
-    FunctionDefinition,
     FunctionName,
     ToolDefinition,
     check_functions,
     check_parameters,
+    tool_definition,
 )
 
 MAX_BLOCKS = 4096
@@ -37,32 +39,45 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
 
+# Fields of Anthropic's caches, infrastructure and accounts.
+_IGNORED_IN_REQUESTS = frozenset(
+    {
+        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
+
+_KEEPS_ALL = ("all", {"type": "all"})
+
+# These details make the anthropic package's tool runner send the entire conversation each time.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 
 class TextBlock(StrictModel):
-    """Text. `citations`, which answers of other servers have, are without effect."""
+    """Text. The `citations` of other servers' answers have no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"citations", "parsed_output"}
 
     type: Literal["text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class ThinkingBlock(StrictModel):
-    """The thinking of an earlier turn. `signature` has no effect: this server signs none."""
+    """Thinking of an earlier turn. `signature` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"signature"}
 
     type: Literal["thinking"]
-    thinking: str
+    thinking: str = Field(description="The thinking.")
 
 
 class RedactedThinkingBlock(StrictModel):
-    """Thinking that another server keeps to itself; nothing of it reaches the model."""
+    """Encrypted thinking of another server, which has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
 
     type: Literal["redacted_thinking"]
-    data: str | None = None
+    data: str | None = Field(default=None, description="Accepted without effect.")
 
 
 class ToolUseBlock(StrictModel):
@@ -71,9 +86,9 @@ class ToolUseBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
-    id: CallId
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    input: FreeForm
+    id: CallId = Field(description="Id of the call, which its result repeats.")
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
+    input: FreeForm = Field(description="Arguments of the call.")
 
 
 class _OtherText(UnsupportedKind):
@@ -90,14 +105,14 @@ Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)
 
 
 class ToolResultBlock(StrictModel):
-    """The result of a call. Of one with `is_error` the model is told that it is an error."""
+    """Result of a call. With `is_error`, the model sees that the call failed."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"toolset_name"}
 
     type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: Texts | None = None
-    is_error: bool | None = None
+    tool_use_id: CallId = Field(description="Id of the call whose result this is.")
+    content: Texts | None = Field(default=None, description="Result of the call: a text or text blocks.")
+    is_error: bool | None = Field(default=None, description="Whether the call failed. Default: false.")
 
 
 class _OtherBlock(UnsupportedKind):
@@ -117,37 +132,28 @@ Block = Annotated[
 
 
 class InputMessage(StrictModel):
-    """One turn. `content`: a string or blocks. An answer may be sent back as it is: what it has besides has no effect."""
+    """One turn of a conversation. Answers can be sent back unchanged: their other fields have no effect."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {
         *("id", "type", "model", "stop_reason", "stop_sequence", "usage", "rotary"),
-        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),  # of Anthropic's
+        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),
     }
 
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")]
+    role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
+    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")] = Field(
+        description="A text or blocks."
+    )
 
 
 def text_of(blocks: Any) -> str:
-    """The text of blocks, which are joined by line breaks as the parts of a chat's messages are."""
+    """Text of blocks, joined by line breaks like the parts of a chat message."""
     return "\n".join(block.text for block in blocks)
 
 
-# What concerns Anthropic's own caches, machines and accounts.
-_IGNORED_IN_REQUESTS = frozenset(
-    {
-        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
-        *("user_profile_id", "workspace_id"),
-    }
-)
-
-_KEEPS_ALL = ("all", {"type": "all"})
-
-
 class CustomTool(StrictModel):
-    """A tool on offer. `cache_control` and what concerns tools that the server would run have no effect.
+    """A function that the model may call.
 
-    `strict`: where a call is required, a schema that cannot be held to as a whole is refused.
+    `cache_control` and options of tools that the server would execute have no effect.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -155,16 +161,24 @@ class CustomTool(StrictModel):
     )
 
     hints: ClassVar[dict[str, str]] = {
-        "function": "name, description and input_schema stand in the tool itself here",
+        "function": "name, description and input_schema are fields of the tool itself here",
         "parameters": "it is input_schema here",
     }
 
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: str | None = None
-    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
-    strict: bool | None = None
-    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
+    type: Literal["custom"] | None = Field(default=None, description="Kind of the tool.")
+    name: FunctionName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)] = Field(
+        description="JSON schema of the arguments."
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
+        "refused. Default: false.",
+    )
+    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = Field(
+        default=None, description="Tool search is not supported. Must be empty."
+    )
 
 
 class _OtherMessageTool(UnsupportedKind):
@@ -179,16 +193,8 @@ _Tool = Annotated[
 
 
 def function_definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
-    """The tools of a body, which are `CustomTool`s, as a chat offers them."""
-    return [
-        ToolDefinition.model_construct(
-            type="function",
-            function=FunctionDefinition.model_construct(
-                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-            ),
-        )
-        for tool in tools
-    ]
+    """Tools of a request (`CustomTool`) as tools of a chat."""
+    return [tool_definition(tool, tool.input_schema) for tool in tools]
 
 
 def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
@@ -197,20 +203,29 @@ def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
 
 
 class MessageToolChoice(StrictModel):
-    """Whether the model may call, or has to. `name` goes with `tool`."""
+    """Whether the model may or must call functions."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description="`auto`: the model may call; `any`: it must call a function; `tool`: it must call the named "
+        "one; `none`: no calls."
+    )
+    name: str | None = Field(default=None, description="With `tool`: name of the function.")
+    disable_parallel_tool_use: bool | None = Field(
+        default=None, description="Whether the model may make only one call. Default: false."
+    )
 
 
 class Thinking(StrictModel):
-    """`enabled` with a budget in tokens, `adaptive` (as much as the model likes) or `disabled`. `display` has no effect."""
+    """Thinking mode of the model. `display` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"display"})
 
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="`enabled`: with a token budget; `adaptive`: without one; `disabled`: no thinking."
+    )
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="With `enabled`: number of tokens after which the thinking is ended."
+    )
 
 
 def _check_format(value: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +236,7 @@ def _check_format(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keeps_all_thinking(edit: Any) -> bool:
-    """Whether an edit leaves the conversation as it is: it clears thinking, and none of it."""
+    """Whether an edit has no effect: it clears thinking, but none of it."""
     given = without_nulls(edit) if isinstance(edit, dict) else {}
     kind = given.get("type")
     clears = isinstance(kind, str) and kind.startswith("clear_thinking_")
@@ -243,33 +258,19 @@ def _fallbacks(value: Any) -> Any:
     return value
 
 
-# What only Anthropic's own service does
-McpServers = Annotated[Any, only_empty("mcp_servers are")]
-
-ContextManagement = Annotated[
-    Any,
-    AfterValidator(_context_management),
-    Field(description="Edits that clear no thinking (`keep` is `all`) are accepted, without effect; no others are."),
-]
-
-# Those of the model, if it has any, are `default`.
-Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
-
-# By these details the anthropic package's tool runner finds that it has to send the whole conversation each time.
-_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
 class OutputConfig(StrictModel):
-    """The form of the answer's text, and how much the model shall think."""
+    """Form of the answer and amount of thinking of the model."""
 
-    effort: Effort | None = None
-    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
+    effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
+    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = Field(
+        default=None, description='Form of the answer: `{"type": "json_schema", "schema": …}`. Default: any text.'
+    )
 
 
 class MessageMetadata(StrictModel):
-    """`user_id` has no effect."""
+    """Metadata of the request, without effect."""
 
-    user_id: str | None = None
+    user_id: str | None = Field(default=None, description="Accepted without effect.")
 
 
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -277,26 +278,42 @@ Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESS
 MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
-class CountTokensRequest(StrictModel):
-    """What an input comes to in tokens, the chat template's own included."""
+class _MessageInput(StrictModel):
+    """Fields of an input except `messages`."""
+
+    system: Texts | None = Field(default=None, description="System prompt: a text or text blocks. Default: none.")
+    tools: MessageTools | None = Field(default=None, description="Functions that the model may call. Default: none.")
+    tool_choice: MessageToolChoice | None = Field(
+        default=None,
+        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
+    )
+    thinking: Thinking | None = Field(
+        default=None, description="Whether the model thinks, and its token budget. Default: the chat template's."
+    )
+    output_config: OutputConfig | None = Field(default=None, description="Form of the answer and amount of thinking.")
+    chat_template_kwargs: TemplateVariables = None
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    context_management: Annotated[Any, AfterValidator(_context_management)] = Field(
+        default=None,
+        description="Edits that clear no thinking (`keep` is `all`) are accepted without effect. Others are refused.",
+    )
+
+
+class CountTokensRequest(_MessageInput):
+    """An input whose tokens are counted."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
 
-    model: str | None = None
-    messages: Messages
-    system: Texts | None = None
-    tools: MessageTools | None = None
-    tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: FreeForm | None = None
-    mcp_servers: McpServers = None
-    context_management: ContextManagement = None
+    model: RequestedModel = None
+    messages: Messages = Field(description="Turns of the conversation, oldest first.")
 
 
-class MessageRequest(SharedRequest):
-    """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
-    goes on with it."""
+class MessageRequest(_MessageInput, SharedRequest):
+    """A conversation, rendered by the model's chat template. If the last message is the assistant's, the answer
+    continues it.
+    """
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "stop": "it is called stop_sequences here",
@@ -308,204 +325,215 @@ class MessageRequest(SharedRequest):
     }
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
-    messages: Messages
-    system: Texts | None = None
-    stop_sequences: StopStrings | None = None
-    tools: MessageTools | None = None
-    tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    metadata: MessageMetadata | None = None
-    chat_template_kwargs: FreeForm | None = None
-
-    container: Annotated[Any, only_empty("containers are")] = None
-    mcp_servers: McpServers = None
-    context_management: ContextManagement = None
-    compaction: Annotated[Any, only_empty("compaction is")] = None
-    fallbacks: Fallbacks = None
-    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Maximum number of generated tokens.")
+    messages: Messages = Field(description="Turns of the conversation, oldest first.")
+    stop_sequences: StopStrings | None = Field(default=None, description="Strings that end the answer. Default: none.")
+    metadata: MessageMetadata | None = Field(default=None, description="Accepted without effect.")
+    container: Annotated[Any, only_empty("containers are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    compaction: Annotated[Any, only_empty("compaction is")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    # `default` means those of the model, which has none.
+    fallbacks: Annotated[Any, AfterValidator(_fallbacks)] = Field(
+        json_schema_extra={"enum": [None, [], "default"]},
+        default=None,
+        description="Other models are not supported: must be empty or `default`.",
+    )
+    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
+        default=None,
+        description="Not supported. Must be empty. The error has `details` by which clients continue without.",
+    )
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageTokensDetails(StrictModel):
-    """Of the tokens that were generated."""
+    """Numbers of generated tokens."""
 
-    thinking_tokens: Annotated[
-        int, Field(description="Generated tokens up to the end of the thinking, its markers included.")
-    ]
+    thinking_tokens: int = Field(
+        description="Number of generated tokens up to the end of the thinking, including its markers."
+    )
 
 
 class MessageUsage(StrictModel):
-    """Token counts."""
+    """Number of tokens of input and output."""
 
-    input_tokens: Annotated[int, Field(description="Tokens of the input that were not found in the prefix cache.")]
-    cache_creation_input_tokens: Annotated[int, Field(description="Always 0: no cache is paid for.")]
-    cache_read_input_tokens: Annotated[int, Field(description="Tokens of the input that were found in it.")]
-    output_tokens: int
-    output_tokens_details: MessageTokensDetails | None = None
+    input_tokens: int = Field(description="Number of input tokens that were not found in the prefix cache.")
+    cache_creation_input_tokens: int = Field(description="Always 0: caching has no price.")
+    cache_read_input_tokens: int = Field(description="Number of input tokens that were found in the prefix cache.")
+    output_tokens: int = Field(description="Number of generated tokens.")
+    output_tokens_details: MessageTokensDetails | None = Field(
+        default=None, description="Details of the generated tokens. Absent if the model's thinking is not recognized."
+    )
 
 
 class AnsweredText(StrictModel):
-    """Text."""
+    """Text of the answer."""
 
     type: Literal["text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class AnsweredThinking(StrictModel):
-    """What the model thought."""
+    """Thinking of the model."""
 
     type: Literal["thinking"]
-    thinking: str
-    signature: Annotated[str, Field(description="Always empty: this server signs none.")]
+    thinking: str = Field(description="The thinking.")
+    signature: str = Field(description="Always empty: this server does not sign thinking.")
 
 
 class AnsweredToolUse(StrictModel):
-    """A call that the model made."""
+    """A call that the model makes."""
 
     type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Annotated[dict[str, Any], Field(description="Its arguments.")]
+    id: str = Field(description="Id of the call, which its result repeats.")
+    name: str = Field(description="Name of the function.")
+    input: dict[str, Any] = Field(description="Arguments of the call.")
 
 
 AnsweredBlock = Annotated[AnsweredText | AnsweredThinking | AnsweredToolUse, Field(discriminator="type")]
 
 
-class MessageAnswer(StrictModel):
-    """The answer."""
-
-    id: str
+class _Message(StrictModel):
+    id: str = Field(description="Unique id.")
     type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[AnsweredBlock]
-    stop_reason: StopReason
-    stop_sequence: str | None
-    usage: MessageUsage
-    rotary: Rotary | None = None
+    role: Literal["assistant"] = Field(description="Author of the message.")
+    model: str = Field(description="Name of the served model or of one of its adapters.")
+
+
+class MessageAnswer(_Message):
+    """The complete answer."""
+
+    content: list[AnsweredBlock] = Field(description="Blocks, in the order in which they were generated.")
+    stop_reason: StopReason = Field(description="Why the answer ended.")
+    stop_sequence: str | None = Field(description="Stop string that ended the answer, else null.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
+    rotary: RotaryField = None
 
 
 class TokenCount(StrictModel):
-    """What an input comes to."""
+    """Number of tokens of an input."""
 
-    input_tokens: int
+    input_tokens: int = Field(description="Number of input tokens.")
 
 
 class MessageErrorDetail(StrictModel):
-    """What went wrong, in words; `param` and `code` are as in errors of the other endpoints."""
+    """Description of the error. `param` and `code` are those of the other APIs."""
 
     type: Literal[
         "invalid_request_error",
         "authentication_error",
+        "permission_error",
         "not_found_error",
         "request_too_large",
         "rate_limit_error",
         "overloaded_error",
         "timeout_error",
         "api_error",
-    ]
-    message: str
-    param: str | None
-    code: str
-    details: dict[str, Any] | None = None
+    ] = Field(description="Category of the error.")
+    message: str = Field(description="What is wrong and what to do.")
+    param: str | None = Field(description="Path of the field at fault, else null.")
+    code: str = Field(description="Kind of the error, for programs.")
+    details: dict[str, Any] | None = Field(
+        default=None, description="Details for Anthropic's clients. Only in few errors."
+    )
 
 
 class MessageError(StrictModel):
-    """Every answer of these endpoints other than success has this shape, and so has the event that ends a failed stream."""
+    """An error of these endpoints, also as the event that ends a failed stream."""
 
     type: Literal["error"]
-    error: MessageErrorDetail
-    request_id: str | None
+    error: MessageErrorDetail = Field(description="The error.")
+    request_id: str | None = Field(description="Id of the request, as in the header `X-Request-Id`.")
 
 
-class BegunMessage(StrictModel):
-    """The message as a stream opens it."""
+class BegunMessage(_Message):
+    """The message at the start of a stream."""
 
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: Annotated[list[Any], Field(max_length=0, description="Empty: events bring it.")]
-    stop_reason: None
-    stop_sequence: None
-    usage: MessageUsage
+    content: Annotated[list[Any], Field(max_length=0)] = Field(description="Always empty: events add the blocks.")
+    stop_reason: None = Field(description="Always null: the message has only begun.")
+    stop_sequence: None = Field(description="Always null: the message has only begun.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
 
 
 class MessageStart(StrictModel):
-    """The message begins."""
+    """Start of the message."""
 
     type: Literal["message_start"]
-    message: BegunMessage
+    message: BegunMessage = Field(description="The message, still empty.")
 
 
-class BlockStart(StrictModel):
-    """A block begins, empty."""
+class _BlockEvent(StrictModel):
+    type: str
+    index: int = Field(description="Index of the block in `content`, from 0.")
+
+
+class BlockStart(_BlockEvent):
+    """Start of a block."""
 
     type: Literal["content_block_start"]
-    index: int
-    content_block: AnsweredBlock
+    content_block: AnsweredBlock = Field(description="The block, still empty.")
 
 
 class TextDelta(StrictModel):
-    """More text."""
+    """A piece of text."""
 
     type: Literal["text_delta"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class ThinkingDelta(StrictModel):
-    """More of the thinking."""
+    """A piece of thinking."""
 
     type: Literal["thinking_delta"]
-    thinking: str
+    thinking: str = Field(description="The thinking.")
 
 
 class InputDelta(StrictModel):
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     type: Literal["input_json_delta"]
-    partial_json: str
+    partial_json: str = Field(description="A piece of the arguments' JSON text.")
 
 
-class BlockDelta(StrictModel):
-    """More of a block."""
+class BlockDelta(_BlockEvent):
+    """A piece of a block."""
 
     type: Literal["content_block_delta"]
-    index: int
-    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")] = Field(
+        description="The added part of the block."
+    )
 
 
-class BlockStop(StrictModel):
-    """A block is whole."""
+class BlockStop(_BlockEvent):
+    """End of a block."""
 
     type: Literal["content_block_stop"]
-    index: int
 
 
 class MessageEnding(StrictModel):
-    """How the message ended."""
+    """Reason of the end of the message."""
 
-    stop_reason: StopReason
-    stop_sequence: str | None
+    stop_reason: StopReason = Field(description="Why the answer ended.")
+    stop_sequence: str | None = Field(description="Stop string that ended the answer, else null.")
 
 
 class MessageDelta(StrictModel):
-    """The message has ended."""
+    """End of the message."""
 
     type: Literal["message_delta"]
-    delta: MessageEnding
-    usage: MessageUsage
-    rotary: Rotary | None = None
+    delta: MessageEnding = Field(description="Why the message ended.")
+    usage: MessageUsage = Field(description="Numbers of tokens.")
+    rotary: RotaryField = None
 
 
 class MessageSign(StrictModel):
-    """`ping`: the server is there, more will come. `message_stop`: nothing more will."""
+    """`ping`: the connection is alive; `message_stop`: the stream has ended."""
 
-    type: Literal["ping", "message_stop"]
+    type: Literal["ping", "message_stop"] = Field(description="Kind of the event.")
 
 
 class MessageEvent(
@@ -516,4 +544,4 @@ class MessageEvent(
         ]
     ]
 ):
-    """The JSON of an event of a stream; `event:` repeats its `type`."""
+    """JSON of a stream event. `event:` repeats its `type`."""

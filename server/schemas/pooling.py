@@ -7,209 +7,29 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, RequestId, RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictModel, TextsOrTokens
+from windlass.server.schemas.response_parts import Envelope
 
-MAX_INPUTS = 2048  # as OpenAI has it
-
-MAX_INSTRUCTION = 16_384  # characters: it stands in the prompt of every pair
-
-_TOKEN = {"type": "integer", "minimum": 0}
-
-
-def _check_input_shape(value: Any) -> Any:
-    """Shape only: what is inside long lists is looked at once their number is known to be small."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
-    if not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
-        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
-    return value
-
+MAX_INPUTS = 2048  # OpenAI's limit
+MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
 Input = Annotated[
-    Any,
-    AfterValidator(_check_input_shape),
-    Field(
-        description="A string, a list of strings, token ids, or a list of token-id lists; 2,048 at most.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": _TOKEN, "minItems": 1},
-                {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
-            ]
-        },
-    ),
+    TextsOrTokens,
+    Field(description="A text, a list of texts, token ids, or a list of lists of token ids; at most 2,048."),
 ]
 
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,
     Field(
-        description="How the tokens' final hidden states become one vector: the last token's, the mean of all, or the first "
-        "token's. Default: what the model's files say, else `last`."
+        description="How the final hidden states of the tokens become one vector: that of the last token, their mean, or "
+        "that of the first token. Default: that of the model's files, else `last`."
     ),
-]
-
-NormalizeField = Annotated[
-    bool | None,
-    Field(description="Whether vectors are brought to length 1. Default: what the model's files say, else true."),
 ]
 
 EncodingField = Annotated[
     Literal["float", "base64"] | None,
-    Field(description="Numbers, or the base64 of little-endian float32. Default: `float`."),
+    Field(description="`float`: numbers; `base64`: the bytes of little-endian float32 values. Default: `float`."),
 ]
-
-
-class PromptRequest(StrictModel):
-    """What requests have in common that compute prompts and generate nothing. None always means "not given"."""
-
-    hints: ClassVar[dict[str, str]] = {
-        "prompt": "here it is called input",
-        "messages": "it belongs to /v1/chat/completions; this takes input",
-        "max_tokens": "nothing is generated here: leave it out",
-        "stream": "the answer comes whole: leave it out",
-    }
-
-    model: str | None = None
-    user: str | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[
-        Annotated[int, Field(ge=-1, le=INT32_MAX)] | None,
-        Field(description="A longer text is cut to so many tokens; -1: to the context."),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="Which end of it is cut off. Default: `right`.")
-    ] = None
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    attention_window: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(
-            description="The last tokens that each token sees, itself included. "
-            "Default: the model's `context.attention_window`, else all."
-        ),
-    ] = None
-    attention_sinks: Annotated[
-        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
-        Field(description="With `attention_window`: leading tokens that each token sees besides. Default: 0."),
-    ] = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
-    request_id: RequestId | None = None
-
-
-class EmbeddingRequest(PromptRequest):
-    """OpenAI's, with fields beside them."""
-
-    input: Input
-    encoding_format: EncodingField = None
-    dimensions: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="Leading values of each vector that are kept; normalized vectors are so again."),
-    ] = None
-    pooling: PoolingField = None
-    normalize: NormalizeField = None
-
-
-class PromptUsage(StrictModel):
-    """Tokens of all texts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(StrictModel):
-    """The vector of one text."""
-
-    object: Literal["embedding"]
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    embedding: Annotated[list[float] | str, Field(description="The vector, as `encoding_format` has it.")]
-
-
-class EmbeddingList(StrictModel):
-    """A vector for each text."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PromptUsage
-
-
-class PoolingRequest(PromptRequest):
-    """vLLM's: states as they are, or each token's, or the classes that the model's head makes of them."""
-
-    input: Input
-    task: Annotated[
-        Literal["embed", "token_embed", "classify", "token_classify"] | None,
-        Field(
-            description="`embed`: a row for each text; `token_embed`: for each token; `classify`, `token_classify`: "
-            "probabilities of classes. Default: `token_classify` where the model tells the classes of tokens, else as `pooling` "
-            "says."
-        ),
-    ] = None
-    encoding_format: EncodingField = None
-    dimensions: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None, Field(description="Leading values of each row that are kept.")
-    ] = None
-    pooling: Annotated[
-        Literal["last", "mean", "first", "all"] | None,
-        Field(description="As in embeddings, or `all`: a row for each token. Default: as in embeddings."),
-    ] = None
-    normalize: Annotated[bool | None, Field(description="Whether rows are brought to length 1. Default: false.")] = None
-    use_activation: Annotated[
-        bool | None,
-        Field(description="Of classes: whether they are probabilities, or what the head gives. Default: true."),
-    ] = None
-
-
-class PooledText(StrictModel):
-    """The states of one text."""
-
-    object: Literal["pooling"]
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    shape: Annotated[
-        list[int],
-        Field(min_length=2, max_length=2, description="Rows and the values of each; base64 holds row after row."),
-    ]
-    data: Annotated[
-        list[float] | list[list[float]] | str, Field(description="One row, with `all` a list of rows, or base64.")
-    ]
-
-
-class RowsList(StrictModel):
-    """States of each text."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[PooledText]
-    usage: PromptUsage
-
-
-def _check_texts_shape(value: Any) -> Any:
-    """Shape only: what is inside is looked at once its number is known to be small."""
-    if not isinstance(value, str | list):
-        raise PydanticCustomError("type", "should be a string or a list of strings")
-    if isinstance(value, list) and not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    return value
-
-
-def _check_documents_shape(value: Any) -> Any:
-    if not isinstance(value, list):
-        raise PydanticCustomError("type", "should be a list of strings, or of objects with a text")
-    if not value:
-        raise PydanticCustomError("empty", "should not be an empty list")
-    return value
-
 
 _STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 
@@ -225,17 +45,147 @@ _DOCUMENT = {
     ]
 }
 
+
+class PromptRequest(EngineRequestFields):
+    """Fields of requests that compute prompts and generate nothing. None means that the field was not given."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "prompt": "here it is called input",
+        "messages": "it belongs to /v1/chat/completions; this takes input",
+        "max_tokens": "this endpoint does not generate: remove it",
+        "stream": "this endpoint does not stream: remove it",
+    }
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="A longer text is truncated to this many tokens. -1: to the context. Default: no truncation.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="End at which a longer text is truncated. Default: `right`."
+    )
+
+
+class EmbeddingRequest(PromptRequest):
+    """Texts whose embeddings are computed. OpenAI's fields and additional ones."""
+
+    input: Input
+    encoding_format: EncodingField = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None,
+        description="Number of leading values of each vector to return. Normalized vectors are normalized "
+        "again. Default: all.",
+    )
+    pooling: PoolingField = None
+    normalize: bool | None = Field(
+        default=None,
+        description="Whether vectors are normalized to length 1. Default: that of the model's files, else true.",
+    )
+
+
+class PromptUsage(StrictModel):
+    """Number of tokens of all texts."""
+
+    prompt_tokens: int = Field(description="Number of prompt tokens.")
+    total_tokens: int = Field(description="Sum of input and output tokens.")
+
+    @classmethod
+    def of(cls, tokens: int) -> PromptUsage:
+        """Usage of a request that generates nothing."""
+        return cls(prompt_tokens=tokens, total_tokens=tokens)
+
+
+class _InputResults(Envelope):
+    object: Literal["list"]
+    data: list[Any]
+    usage: PromptUsage = Field(description="Numbers of tokens.")
+
+
+class Embedding(StrictModel):
+    """Vector of one text."""
+
+    object: Literal["embedding"]
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    embedding: list[float] | str = Field(description="The vector, in the requested `encoding_format`.")
+
+
+class EmbeddingList(_InputResults):
+    """Vectors of all texts."""
+
+    data: list[Embedding] = Field(description="The entries.")
+
+
+class PoolingRequest(PromptRequest):
+    """Texts whose hidden states or classes are computed, in the form of vLLM."""
+
+    input: Input
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        default=None,
+        description="`embed`: a row per text; `token_embed`: a row per token; `classify`, `token_classify`: "
+        "class probabilities per text or token. Default: `token_classify` for a model that "
+        "classifies tokens, else the task that `pooling` implies.",
+    )
+    encoding_format: EncodingField = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of leading values of each row to return. Default: all."
+    )
+    pooling: Literal["last", "mean", "first", "all"] | None = Field(
+        default=None,
+        description="`last`, `mean` or `first` as for embeddings, or `all`: a row per token. Default: that of "
+        "the model's files, else `last`.",
+    )
+    normalize: bool | None = Field(default=None, description="Whether rows are normalized to length 1. Default: false.")
+    use_activation: bool | None = Field(
+        default=None, description="For classes: whether the result is probabilities instead of logits. Default: true."
+    )
+
+
+class PooledText(StrictModel):
+    """Hidden states of one text."""
+
+    object: Literal["pooling"]
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    shape: Annotated[list[int], Field(min_length=2, max_length=2)] = Field(
+        description="Number of rows and of values per row. base64 holds the rows one after the other."
+    )
+    data: list[float] | list[list[float]] | str = Field(
+        description="One row, a list of rows if there is one per token, or base64."
+    )
+
+
+class RowsList(_InputResults):
+    """Hidden states of all texts."""
+
+    data: list[PooledText] = Field(description="The entries.")
+
+
+def _check_texts_shape(value: Any) -> Any:
+    """Check the outer shape only. The texts are checked after their number."""
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("type", "should be a string or a list of strings")
+    if isinstance(value, list) and not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    return value
+
+
+def _check_documents_shape(value: Any) -> Any:
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a list of strings, or of objects with a text")
+    if not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    return value
+
+
 _InstructionField = Annotated[
     Annotated[str, Field(min_length=1, max_length=MAX_INSTRUCTION)] | None,
     Field(
-        description="What pairs are judged by, of a model whose prompt has room for it, such as Qwen3-Reranker. "
-        "Default: what its prompt or its files say."
+        description="Criterion for judging pairs, for models whose prompt has one, such as Qwen3-Reranker. Default: that "
+        "of the model's prompt or files."
     ),
 ]
 
 
 class ScoreRequest(PromptRequest):
-    """Pairs of texts: as many on both sides, or one on the first side."""
+    """Pairs of texts: equally many on both sides, or one on the first side."""
 
     hints: ClassVar[dict[str, str]] = {
         "input": "scores take text_1 and text_2",
@@ -244,47 +194,35 @@ class ScoreRequest(PromptRequest):
         "instruct": "here it is called instruction",
     }
 
-    text_1: Annotated[
-        Any,
-        AfterValidator(_check_texts_shape),
-        Field(description="A text, or a list of as many as `text_2` has; 2,048 at most.", json_schema_extra=_STRINGS),
-    ]
-    text_2: Annotated[
-        Any,
-        AfterValidator(_check_texts_shape),
-        Field(description="A text, or a list of at most 2,048.", json_schema_extra=_STRINGS),
-    ]
+    text_1: Annotated[Any, AfterValidator(_check_texts_shape), Field(json_schema_extra=_STRINGS)] = Field(
+        description="One text, or a list of as many texts as `text_2`; at most 2,048."
+    )
+    text_2: Annotated[Any, AfterValidator(_check_texts_shape), Field(json_schema_extra=_STRINGS)] = Field(
+        description="One text, or a list of at most 2,048."
+    )
     pooling: PoolingField = None
     instruction: _InstructionField = None
 
 
 class PairScore(StrictModel):
-    """How well one pair goes together."""
+    """Score of one pair."""
 
     object: Literal["score"]
-    index: Annotated[int, Field(description="The pair's place, from 0.")]
-    score: Annotated[
-        float,
-        Field(
-            description="The cosine of the texts' vectors; of a model with one class, its probability for the pair; of one "
-            "that answers yes or no, that of yes."
-        ),
-    ]
+    index: int = Field(description="Index of the pair, from 0.")
+    score: float = Field(
+        description="Cosine of the texts' vectors; of a model with one class, its probability for the pair; of "
+        "a model that answers yes or no, the probability of yes."
+    )
 
 
-class ScoreList(StrictModel):
-    """A score for each pair."""
+class ScoreList(_InputResults):
+    """Scores of all pairs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[PairScore]
-    usage: PromptUsage
+    data: list[PairScore] = Field(description="The entries.")
 
 
 class RerankRequest(PromptRequest):
-    """Jina's and Cohere's, with fields beside them."""
+    """A query and documents. Jina's and Cohere's fields and additional ones."""
 
     hints: ClassVar[dict[str, str]] = {
         "input": "rerankings take query and documents",
@@ -293,79 +231,68 @@ class RerankRequest(PromptRequest):
         "instruct": "here it is called instruction",
     }
 
-    query: Annotated[str, Field(min_length=1, description="What the documents are ranked by.")]
+    query: Annotated[str, Field(min_length=1)] = Field(description="Query by which the documents are ranked.")
     documents: Annotated[
         Any,
         AfterValidator(_check_documents_shape),
-        Field(
-            description="Strings, or objects with a `text`; 2,048 at most.",
-            json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1},
-        ),
-    ]
-    top_n: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="How many of the best are told. Default: all."),
-    ] = None
+        Field(json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1}),
+    ] = Field(description="Texts, or objects with a `text`; at most 2,048.")
+    top_n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of best documents to return. Default: all."
+    )
     return_documents: Annotated[
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
-    max_tokens_per_doc: Annotated[
-        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
-        Field(description="A document is read to so many tokens. Default: whole."),
-    ] = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of tokens to which documents are truncated. Default: no truncation."
+    )
     pooling: PoolingField = None
     instruction: _InstructionField = None
 
 
 class RankedText(StrictModel):
-    """A document as it was given."""
+    """A document of the request."""
 
-    text: str
+    text: str = Field(description="Text of the document.")
 
 
 class RankedDocument(StrictModel):
-    """One of the documents."""
+    """A ranked document."""
 
-    index: Annotated[int, Field(description="Its place in `documents`, from 0.")]
-    relevance_score: Annotated[float, Field(description="As `/v1/score` has it.")]
-    document: RankedText | None = None
+    index: int = Field(description="Index of the document in `documents`, from 0.")
+    relevance_score: float = Field(description="Score of query and document, as from `/v1/score`.")
+    document: RankedText | None = Field(
+        default=None, description="The document. Absent if `return_documents` is false."
+    )
 
 
-class Reranking(StrictModel):
-    """The documents, the best one first; of equal ones the first."""
+class Reranking(Envelope):
+    """The documents, best first. Equal scores keep the order of the request."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
-    results: list[RankedDocument]
-    usage: PromptUsage
+    results: list[RankedDocument] = Field(description="Documents, best first.")
+    usage: PromptUsage = Field(description="Numbers of tokens.")
 
 
 class ClassifyRequest(PromptRequest):
-    """vLLM's, with fields beside them."""
+    """Texts to classify. vLLM's fields and additional ones."""
 
     input: Input
-    use_activation: Annotated[
-        bool | None, Field(description="Whether `probs` are probabilities, or what the head gives. Default: true.")
-    ] = None
+    use_activation: bool | None = Field(
+        default=None, description="Whether `probs` are probabilities instead of logits. Default: true."
+    )
 
 
 class ClassifiedText(StrictModel):
-    """The classes of one text."""
+    """Classes of one text."""
 
-    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
-    label: Annotated[str, Field(description="The likeliest class.")]
-    probs: Annotated[list[float], Field(description="Of each class, in the order of the model's `labels`.")]
-    num_classes: int
+    index: int = Field(description="Index of the text in `input`, from 0.")
+    label: str = Field(description="Name of the most likely class.")
+    probs: list[float] = Field(description="Probability of each class, in the order of the model's `classes.labels`.")
+    num_classes: int = Field(description="Number of classes.")
 
 
-class ClassList(StrictModel):
-    """The classes of each text."""
+class ClassList(_InputResults):
+    """Classes of all texts."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ClassifiedText]
-    usage: PromptUsage
+    data: list[ClassifiedText] = Field(description="The entries.")

@@ -12,9 +12,9 @@ from windlass.server.schemas.base import (
     INT32_MAX,
     OTHER_TAG,
     AcceptsString,
-    FreeForm,
-    StopStrings,
+    StopField,
     StrictModel,
+    TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
     text_or_parts,
@@ -22,7 +22,7 @@ from windlass.server.schemas.base import (
 )
 from windlass.server.schemas.chat import ChatTokenLogprob, Effort
 from windlass.server.schemas.generation import PROMPT_CACHE_FIELDS, SharedRequest, only_empty
-from windlass.server.schemas.response_parts import Rotary
+from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     ALLOWED_TOOLS,
     MAX_ARGUMENTS,
@@ -35,7 +35,6 @@ from windlass.server.schemas.tools import (
 )
 
 MAX_ITEMS = 16384
-
 MAX_PARTS = 4096
 
 Id = Annotated[str, Field(max_length=256)]
@@ -43,29 +42,30 @@ Id = Annotated[str, Field(max_length=256)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 INCOMPLETE = "incomplete"
-
 _OUTPUT_ONLY_FIELDS = frozenset({"status", "created_by", "caller"})
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
 
 
 class TextPart(StrictModel):
-    """Text. What answers have beside it may come back, without effect."""
+    """Text. Other fields of output parts have no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"annotations", "logprobs", "parsed", "prompt_cache_breakpoint", "cache_control"}
     )
 
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"] = Field(
+        description="Kind of the part. All of these hold text."
+    )
+    text: str = Field(description="The text.")
 
 
 class RefusalPart(StrictModel):
-    """What another model said in place of an answer; it counts as text."""
+    """Refusal of another model, which counts as text."""
 
     type: Literal["refusal"]
-    refusal: str
-
-
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+    refusal: str = Field(description="Text of the refusal.")
 
 
 class _OtherPart(UnsupportedKind):
@@ -88,70 +88,75 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), text_
 
 
 def text_of(parts: list[Any]) -> str:
-    """The text of parts, which are joined by line breaks as those of a chat's messages are."""
+    """Text of parts, joined by line breaks like the parts of a chat message."""
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in parts)
 
 
 class MessageItem(StrictModel):
-    """What somebody said. `content`: a string or parts."""
+    """A message."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"phase"}
 
     type: Literal["message"] = "message"
-    id: Id | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="Author of the message.")
+    content: Parts = Field(description="A text or text parts.")
 
 
 def _arguments_text(value: str) -> str:
-    """The same as JSON text, as items of answers have it; it is bounded as they are."""
+    """Arguments as JSON text of bounded length, like those of output items."""
     whole = check_arguments(value)
     return whole if isinstance(whole, str) else str(check_arguments(to_json(whole).decode()))
 
 
 class CallItem(StrictModel):
-    """A call that the assistant made. `arguments`: the JSON text of an object; other text becomes `{"arguments": "the text"}`.
-    One that is `incomplete` was cut short; it has no effect, unless there is a result of it.
-    """
+    """A call that the assistant made. Arguments that are not a JSON object become `{"arguments": "the text"}`."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"parsed_arguments", "async"}
 
     type: Literal["function_call"] = "function_call"
-    id: Id | None = None
-    status: Any = None
-    call_id: CallId
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(default="", max_length=MAX_ARGUMENTS)
-    namespace: Annotated[str | None, only_empty("namespaces are")] = None
+    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    status: Any = Field(
+        default=None,
+        description="State of the call. An `incomplete` call has no effect unless the input holds its result.",
+    )
+    call_id: CallId = Field(description="Id of the call, which its result repeats.")
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
+    arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(
+        default="", max_length=MAX_ARGUMENTS, description="Arguments as JSON text. Default: empty."
+    )
+    namespace: Annotated[str | None, only_empty("namespaces are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
 
 
 class CallOutputItem(StrictModel):
-    """The result of a call: a string, or parts of text."""
+    """Result of a call."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"name", "namespace"}
 
     type: Literal["function_call_output"] = "function_call_output"
-    id: Id | None = None
-    call_id: CallId
-    output: Parts
+    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    call_id: CallId = Field(description="Id of the call, which its result repeats.")
+    output: Parts = Field(description="Result of the call: a text or text parts.")
 
 
 class ReasoningItem(StrictModel):
-    """The thinking of an earlier turn. `encrypted_content` has no effect: this server encrypts none."""
+    """Thinking of an earlier turn. `encrypted_content` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"encrypted_content"}
 
     type: Literal["reasoning"] = "reasoning"
-    id: Id | None = None
-    summary: Parts = Field(default_factory=list)
-    content: Parts | None = None
+    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    summary: Parts = Field(default_factory=list, description="Text of the thinking, used if `content` is absent.")
+    content: Parts | None = Field(default=None, description="Text of the thinking.")
 
 
 class ItemReference(StrictModel):
-    """An item of a response that is kept, by its id."""
+    """Reference to an item of a stored response."""
 
     type: Literal["item_reference"]
-    id: Id
+    id: Id = Field(description="Id of an item of a stored response.")
 
 
 def _kind(item: dict[str, Any]) -> str:
@@ -177,7 +182,7 @@ InputItem = Annotated[
 
 
 def as_items(items: list[InputItem]) -> list[Item]:
-    """The same: one of another kind has not been accepted, and what references name stands in their place."""
+    """Cast the items of an input after validation and after its references have been replaced."""
     return cast(list[Item], items)
 
 
@@ -189,9 +194,9 @@ _KINDS: dict[str, type[MessageItem] | type[CallItem] | type[ReasoningItem]] = {
 
 
 def input_items_of_output(output: Sequence[dict[str, Any]]) -> list[Item]:
-    """The items of an answer, made into those of a later request's input.
+    """The items of an answer as input items of a later request.
 
-    A call that was cut short is left out, and one that no request could send back: its arguments are too long.
+    Omits incomplete calls, and calls whose arguments are too long for a request.
     """
     found = [
         _input_item_of_output(item)
@@ -208,36 +213,28 @@ def _input_item_of_output(item: dict[str, Any]) -> Item | None:
         return None
 
 
-LOGPROBS = "message.output_text.logprobs"
-
-MAX_METADATA = 16
-
-
 class FunctionTool(FunctionDefinition):
-    """A function on offer, as `/v1/responses` writes it."""
+    """A function that the model may call, in the form of `/v1/responses`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "output_schema"})
-    # Calls come from the model itself, and their results with a later request.
+    # Only the model makes calls, and their results arrive with a later request.
     neutral: ClassVar[Mapping[str, Any]] = {"allowed_callers": ["direct"], "async": False}
     hints: ClassVar[dict[str, str]] = {
-        "function": "name, description and parameters stand beside type here",
+        "function": "name, description and parameters are fields of the tool itself here",
         "allowed_callers": "only ['direct'] is supported",
         "async": "only false is supported",
     }
 
     type: Literal["function"]
-    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
+    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = Field(
+        default=None, description="Tool search is not supported. Must be empty."
+    )
 
 
 _Tool = Annotated[
     Annotated[FunctionTool, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
     discriminate_by_type(("function",)),
 ]
-
-
-def _check_tools(value: list[FunctionTool]) -> list[FunctionTool]:
-    check_functions(value)
-    return value
 
 
 def _check_tool_choice(value: Any) -> Any:
@@ -261,7 +258,7 @@ def _function_choice(name: str) -> dict[str, Any]:
 
 
 def _function_name(value: Any) -> str | None:
-    """The function that {'type': 'function', 'name': '…'} names, None where it is no such object."""
+    """The name in {'type': 'function', 'name': '…'}; None for any other value."""
     given = without_nulls(value) if isinstance(value, dict) else {}
     named = given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str)
     return given["name"] if named else None
@@ -272,7 +269,7 @@ def _items_from_string(value: Any) -> Any:
 
 
 def _limit_entries(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:  # before they are looked at, one by one
+    if isinstance(value, dict) and len(value) > MAX_METADATA:  # before each entry is checked
         raise PydanticCustomError("too_many", "should have at most {most} entries", {"most": MAX_METADATA})
     return without_nulls(value) if isinstance(value, dict) else value
 
@@ -284,33 +281,34 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 class ReasoningChoice(StrictModel):
-    """`summary` has no effect: answers have the thinking itself, and no summary of it. Nor have `context` and `mode`."""
+    """Thinking options. `summary`, `context` and `mode` have no effect: answers contain the thinking itself."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
-    effort: Effort | None = None
+    effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
 
 
 class TextConfig(StrictModel):
-    """The form of the answer's text. `verbosity` has no effect."""
+    """Form of the answer's text. `verbosity` has no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
-    format: Annotated[
-        dict[str, Any] | None,
-        Field(description="`{type: text}`, `{type: json_object}` or `{type: json_schema, name, schema}`."),
-    ] = None
+    format: dict[str, Any] | None = Field(
+        default=None,
+        description="`{type: text}`, `{type: json_object}` or `{type: json_schema, name, schema}`. Default: any text.",
+    )
 
 
 class ResponseStreamOptions(StrictModel):
-    """`include_obfuscation` has no effect: events are never padded."""
+    """Stream options, without effect."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = Field(
+        default=None, description="Accepted without effect: chunks are not padded."
+    )
 
 
 class ResponseRequest(SharedRequest):
-    """`input` behind `instructions` goes through the model's chat template, after the conversation that
-    `previous_response_id` names."""
+    """An input, which continues the conversation of `previous_response_id` and is rendered by the model's chat template."""
 
     hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "messages": "it belongs to /v1/chat/completions; this is /v1/responses, which takes input",
@@ -326,28 +324,37 @@ class ResponseRequest(SharedRequest):
     ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS | {"client_metadata", "max_tool_calls", "verbosity"}
 
     input: Annotated[
-        list[InputItem],
-        Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-        AcceptsString(_items_from_string),
-    ]
-    instructions: str | None = None
-    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    store: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    stop: StopStrings | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)] | None = (
-        None
+        list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
+    ] = Field(
+        description="A text or items: messages, calls, results of calls, thinking, and references to stored items."
     )
-    tool_choice: Annotated[
-        Any,
-        AfterValidator(_check_tool_choice),
-        Field(
-            description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, tools}`."
-        ),
-    ] = None
-    parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningChoice | None = None
+    instructions: str | None = Field(
+        default=None,
+        description="System prompt of this response. Not inherited by responses that continue it. Default: none.",
+    )
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Id of the stored response whose conversation is continued. Default: none."
+    )
+    store: bool | None = Field(
+        default=None, description="Whether the response is stored for later requests. Default: true."
+    )
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        default=None, description="Maximum number of generated tokens. Default: `--default-max-tokens`."
+    )
+    stop: StopField = None
+    tools: (
+        Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_functions)] | None
+    ) = Field(default=None, description="Functions that the model may call. Default: none.")
+    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
+        default=None,
+        description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, "
+        "tools}`. Default: `auto`.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether the model may make several calls in one turn. Default: true."
+    )
+    text: TextConfig | None = Field(default=None, description="Form of the answer.")
+    reasoning: ReasoningChoice | None = Field(default=None, description="Amount of thinking.")
     include: (
         Annotated[
             list[
@@ -365,262 +372,293 @@ class ResponseRequest(SharedRequest):
             Field(max_length=16, fail_fast=True),
         ]
         | None
-    ) = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    ) = Field(
+        default=None,
+        description="Additional contents of the answer. `message.output_text.logprobs` requests "
+        "log-probabilities; the others have no effect.",
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of alternatives per token whose log-probabilities are returned. Default: 0."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None,
+        description="`auto`: the oldest turns are dropped if the input does not fit; `disabled`: such an input "
+        "is refused. Default: the server's `context_overflow`.",
+    )
     metadata: (
         Annotated[
             dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_limit_entries), AfterValidator(_metadata)
         ]
         | None
-    ) = None
-    stream_options: ResponseStreamOptions | None = None
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    chat_template_kwargs: FreeForm | None = None
-    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    ) = Field(default=None, description="Accepted without effect, and repeated in the response.")
+    stream_options: ResponseStreamOptions | None = Field(default=None, description="Additional contents of a stream.")
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
+    )
+    chat_template_kwargs: TemplateVariables = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Accepted without effect."
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Accepted without effect."
+    )
 
-    # What only OpenAI's own service does
-    background: Annotated[bool | None, only_empty("background responses are")] = None
-    conversation: Annotated[Any, only_empty("conversations are")] = None
-    prompt: Annotated[Any, only_empty("stored prompts are")] = None
-    context_management: Annotated[Any, only_empty("context_management is")] = None
-    moderation: Annotated[Any, only_empty("moderation is")] = None
-    access_programs: Annotated[Any, only_empty("access_programs are")] = None
+    # Unsupported features of OpenAI's service
+    background: Annotated[bool | None, only_empty("background responses are")] = Field(
+        default=None, description="Background responses are not supported. Must be empty."
+    )
+    conversation: Annotated[Any, only_empty("conversations are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    prompt: Annotated[Any, only_empty("stored prompts are")] = Field(
+        default=None, description="Stored prompts are not supported. Must be empty."
+    )
+    context_management: Annotated[Any, only_empty("context_management is")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    moderation: Annotated[Any, only_empty("moderation is")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
+    access_programs: Annotated[Any, only_empty("access_programs are")] = Field(
+        default=None, description="Not supported. Must be empty."
+    )
 
 
 class CountInputRequest(ResponseRequest):
-    """What the input of a response comes to in tokens, the chat template's own included. It takes a response's fields; those that
-    say nothing of the input have no effect.
-    """
+    """An input whose tokens are counted. Fields of a response that do not affect the input have no effect."""
 
     input: Annotated[
-        list[InputItem],
-        Field(max_length=MAX_ITEMS, fail_fast=True),
-        AcceptsString(_items_from_string),
-    ] = Field(default_factory=list)
+        list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
+    ] = Field(
+        default_factory=list, description="A text or items, as in a response. Optional with `previous_response_id`."
+    )
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputTokensDetails(StrictModel):
-    """Of the input's tokens."""
+    """Numbers of input tokens."""
 
-    cached_tokens: int
-    cache_write_tokens: Annotated[int, Field(description="Always 0: no cache is paid for.")]
+    cached_tokens: int = Field(description="Number of these tokens that were found in the prefix cache.")
+    cache_write_tokens: int = Field(description="Always 0: caching has no price.")
 
 
 class OutputTokensDetails(StrictModel):
-    """Of the tokens that were generated."""
+    """Numbers of generated tokens."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = Field(
+        description="Number of generated tokens up to the end of the thinking, including its markers."
+    )
 
 
 class ResponseUsage(StrictModel):
-    """Token counts."""
+    """Numbers of tokens of input and output."""
 
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
+    input_tokens: int = Field(description="Number of input tokens.")
+    input_tokens_details: InputTokensDetails = Field(description="Details of the input tokens.")
+    output_tokens: int = Field(description="Number of generated tokens.")
+    output_tokens_details: OutputTokensDetails = Field(description="Details of the generated tokens.")
+    total_tokens: int = Field(description="Sum of input and output tokens.")
 
 
 class OutputText(StrictModel):
-    """Text of a message. `logprobs`: of its tokens, where they were asked for."""
+    """Text of a message."""
 
     type: Literal["output_text"]
-    text: str
+    text: str = Field(description="The text.")
     annotations: Annotated[list[Any], Field(max_length=0, description="Always empty.")]
-    logprobs: list[ChatTokenLogprob]
+    logprobs: list[ChatTokenLogprob] = Field(description="Log-probabilities of the tokens, if requested, else empty.")
 
 
 class ReasoningText(StrictModel):
     """Text of the thinking."""
 
     type: Literal["reasoning_text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
-class OutputMessage(StrictModel):
-    """What the model said."""
+class _OutputItem(StrictModel):
+    id: str = Field(description="Unique id.")
+    type: str
+    status: ItemStatus = Field(description="State of the item.")
 
-    id: str
+
+class OutputMessage(_OutputItem):
+    """Message of the model."""
+
     type: Literal["message"]
-    status: ItemStatus
-    role: Literal["assistant"]
-    content: list[OutputText]
+    role: Literal["assistant"] = Field(description="Author of the message.")
+    content: list[OutputText] = Field(description="Parts of the text: one.")
 
 
-class OutputReasoning(StrictModel):
-    """What the model thought."""
+class OutputReasoning(_OutputItem):
+    """Thinking of the model."""
 
-    id: str
     type: Literal["reasoning"]
-    status: ItemStatus
     summary: Annotated[list[Any], Field(max_length=0, description="Always empty: `content` has the thinking itself.")]
-    content: list[ReasoningText]
-    encrypted_content: Annotated[None, Field(description="Always null: this server encrypts none.")]
+    content: list[ReasoningText] = Field(description="Parts of the thinking: one.")
+    encrypted_content: None = Field(description="Always null: this server does not encrypt thinking.")
 
 
-class OutputCall(StrictModel):
-    """A call that the model made. `arguments`: JSON text."""
+class OutputCall(_OutputItem):
+    """A call that the model makes."""
 
-    id: str
     type: Literal["function_call"]
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
+    call_id: str = Field(description="Id of the call, which its result repeats.")
+    name: str = Field(description="Name of the function.")
+    arguments: str = Field(description="Arguments as JSON text.")
 
 
 OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discriminator="type")]
 
 
 class ResponseFailure(StrictModel):
-    """Why a response failed."""
+    """Error of a failed response."""
 
-    code: Literal["server_error", "rate_limit_exceeded"]
-    message: str
-    param: str | None
-    type: str
+    code: Literal["server_error", "rate_limit_exceeded"] = Field(description="Kind of the error, for programs.")
+    message: str = Field(description="What is wrong and what to do.")
+    param: str | None = Field(description="Path of the field at fault, else null.")
+    type: str = Field(description="Category of the error.")
 
 
 class IncompleteDetails(StrictModel):
-    """Why a response is incomplete."""
+    """Reason of an incomplete response."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens"] = Field(description="Why the response is incomplete.")
 
 
 class ReasoningShown(StrictModel):
-    """What was asked for of the thinking."""
+    """Thinking options of the request."""
 
-    effort: Effort | None
-    summary: None
+    effort: Effort | None = Field(description="Value of the request, else null.")
+    summary: None = Field(description="Always null.")
 
 
 class TextShown(StrictModel):
-    """The form that was asked for."""
+    """Form of the answer's text."""
 
-    format: Annotated[
-        dict[str, Any], Field(description="`text`, `json_object` or `json_schema` under `type`, as asked.")
-    ]
+    format: dict[str, Any] = Field(
+        description="The requested format, with `text`, `json_object` or `json_schema` as its `type`."
+    )
 
 
 class ToolShown(StrictModel):
-    """A function that was on offer."""
+    """A function that the request offered."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, Field(description="The JSON schema of its arguments.")]
-    strict: bool | None
+    name: str = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    parameters: dict[str, Any] | None = Field(description="JSON schema of the function's arguments, else null.")
+    strict: bool | None = Field(description="Value of the request, else null.")
 
 
 class NamedFunction(StrictModel):
-    """The function that the model had to call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
-    name: str
+    name: str = Field(description="Name of the function.")
 
 
 class AllowedFunctions(StrictModel):
-    """The functions that the model might call (`auto`) or had to call one of (`required`)."""
+    """The functions that the model may or must call."""
 
     type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    mode: Literal["auto", "required"] = Field(
+        description="`auto`: the model may call one of the functions; `required`: it must."
+    )
+    tools: list[NamedFunction] = Field(description="Functions that the model may call.")
 
 
 class ResponseAnswer(StrictModel):
-    """The answer. `output`: items in the order they were written.
+    """A response."""
 
-    `status`: `completed`, `incomplete` (then `incomplete_details.reason` says why) or, in a stream, `in_progress` and `failed`.
-    """
-
-    id: str
+    id: str = Field(description="Unique id.")
     object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: bool
-    error: ResponseFailure | None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: ReasoningShown
-    safety_identifier: str | None
-    service_tier: str
-    store: bool
-    temperature: float
-    text: TextShown
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
-    tools: list[ToolShown]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-    metadata: dict[str, str]
-    rotary: Rotary | None = None
+    created_at: int = Field(description="Start time in Unix seconds.")
+    completed_at: int | None = Field(description="End time in Unix seconds. Null before the end.")
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = Field(
+        description="State of the response: `in_progress` and `failed` occur only in streams."
+    )
+    background: bool = Field(description="Always false.")
+    error: ResponseFailure | None = Field(description="Why the response failed, else null.")
+    incomplete_details: IncompleteDetails | None = Field(description="Why the response is incomplete, else null.")
+    instructions: str | None = Field(description="Value of the request, else null.")
+    max_output_tokens: int | None = Field(description="Value of the request, else null.")
+    max_tool_calls: int | None = Field(description="Always null.")
+    model: str = Field(description="Name of the served model or of one of its adapters.")
+    output: list[OutputItem] = Field(description="Items of the answer.")
+    parallel_tool_calls: bool = Field(description="Value of the request, else true.")
+    previous_response_id: str | None = Field(description="Value of the request, else null.")
+    prompt_cache_key: str | None = Field(description="Value of the request, else null.")
+    reasoning: ReasoningShown = Field(description="Thinking options that were requested.")
+    safety_identifier: str | None = Field(description="Value of the request, else null.")
+    service_tier: str = Field(description="Always `default`.")
+    store: bool = Field(description="Whether the response is stored for later requests.")
+    temperature: float = Field(description="Sampling temperature. 0 selects the most likely token.")
+    text: TextShown = Field(description="Form of the answer that was requested.")
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = Field(
+        description="Value of the request, else `auto`."
+    )
+    tools: list[ToolShown] = Field(description="Functions that the request offered.")
+    top_logprobs: int = Field(description="Value of the request, else 0.")
+    top_p: float = Field(
+        description="Nucleus sampling: only the most likely tokens whose probabilities add up to this value are "
+        "sampled. 1: all tokens."
+    )
+    truncation: Literal["auto", "disabled"] = Field(description="`auto` if old turns may be dropped, else `disabled`.")
+    usage: ResponseUsage | None = Field(description="Numbers of tokens. Null until the response has ended.")
+    user: str | None = Field(description="Value of the request, else null.")
+    metadata: dict[str, str] = Field(description="Value of the request, else empty.")
+    rotary: RotaryField = None
 
 
 class InputTokens(StrictModel):
-    """The tokens of an input, the chat template's own included."""
+    """Number of tokens of an input."""
 
     object: Literal["response.input_tokens"]
-    input_tokens: int
+    input_tokens: int = Field(description="Number of input tokens.")
 
 
 class DeletedResponse(StrictModel):
-    """What became of a response."""
+    """Confirmation that a response was deleted."""
 
-    id: str
+    id: str = Field(description="Id of the response.")
     object: Literal["response"]
-    deleted: bool
+    deleted: bool = Field(description="Always true.")
 
 
-class ListedMessage(StrictModel):
+class ListedMessage(_OutputItem):
     """A message of an input."""
 
-    id: str
     type: Literal["message"]
-    status: Literal["completed"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: list[TextPart | RefusalPart]
+    status: Literal["completed"] = Field(description="State of the item.")
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="Author of the message.")
+    content: list[TextPart | RefusalPart] = Field(description="The text.")
 
 
 class ListedCall(OutputCall):
     """A call of an input."""
 
-    status: Literal["completed"]
+    status: Literal["completed"] = Field(description="State of the item.")
 
 
-class ListedCallOutput(StrictModel):
-    """The result of a call, in one string."""
+class ListedCallOutput(_OutputItem):
+    """Result of a call, as one string."""
 
-    id: str
     type: Literal["function_call_output"]
-    status: Literal["completed"]
-    call_id: str
-    output: str
+    status: Literal["completed"] = Field(description="State of the item.")
+    call_id: str = Field(description="Id of the call, which its result repeats.")
+    output: str = Field(description="Result of the call.")
 
 
-class ListedReasoning(StrictModel):
-    """The thinking of an earlier turn."""
+class ListedReasoning(_OutputItem):
+    """Thinking of an earlier turn."""
 
-    id: str
     type: Literal["reasoning"]
-    status: Literal["completed"]
-    summary: list[TextPart | RefusalPart]
-    content: list[TextPart | RefusalPart] | None = None
+    status: Literal["completed"] = Field(description="State of the item.")
+    summary: list[TextPart | RefusalPart] = Field(description="Text of the thinking.")
+    content: list[TextPart | RefusalPart] | None = Field(default=None, description="The text.")
 
 
 ListedItem = Annotated[ListedMessage | ListedCall | ListedCallOutput | ListedReasoning, Field(discriminator="type")]
@@ -630,101 +668,101 @@ class ItemList(StrictModel):
     """A page of items."""
 
     object: Literal["list"]
-    data: list[ListedItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+    data: list[ListedItem] = Field(description="The entries.")
+    first_id: str | None = Field(description="Id of the first entry. Null if there is none.")
+    last_id: str | None = Field(description="Id of the last entry. Null if there is none.")
+    has_more: bool = Field(description="Whether there are more entries.")
 
 
 class _EventBase(StrictModel):
-    sequence_number: int
+    sequence_number: int = Field(description="Number of the event in its stream, from 0.")
 
 
 class _ItemEventBase(_EventBase):
-    item_id: str
-    output_index: int
+    item_id: str = Field(description="Id of the item.")
+    output_index: int = Field(description="Index of the item in `output`, from 0.")
 
 
 class _PartEventBase(_ItemEventBase):
-    content_index: int
+    content_index: int = Field(description="Index of the part in the item's `content`, from 0.")
 
 
 class StateEvent(_EventBase):
-    """The response begins, or has ended: the last event of a stream is one of `completed`, `incomplete` and `failed`."""
+    """Start or end of the response. The last event of a stream is `completed`, `incomplete` or `failed`."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
-    response: ResponseAnswer
+    ] = Field(description="Kind of the event.")
+    response: ResponseAnswer = Field(description="The response at this time.")
 
 
 class ItemEvent(_EventBase):
-    """An item begins, or is whole."""
+    """Start or end of an item."""
 
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
+    type: Literal["response.output_item.added", "response.output_item.done"] = Field(description="Kind of the event.")
+    output_index: int = Field(description="Index of the item in `output`, from 0.")
+    item: OutputItem = Field(description="The item.")
 
 
 class PartEvent(_PartEventBase):
-    """A part of an item begins, or is whole."""
+    """Start or end of a part of an item."""
 
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
+    type: Literal["response.content_part.added", "response.content_part.done"] = Field(description="Kind of the event.")
+    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")] = Field(description="The part.")
 
 
 class TextDeltaEvent(_PartEventBase):
-    """More text of a message."""
+    """A piece of the text of a message."""
 
     type: Literal["response.output_text.delta"]
-    delta: str
-    logprobs: list[ChatTokenLogprob]
+    delta: str = Field(description="The added text.")
+    logprobs: list[ChatTokenLogprob] = Field(description="Log-probabilities of the tokens, if requested, else empty.")
 
 
 class TextDoneEvent(_PartEventBase):
-    """The text of a message is whole."""
+    """End of the text of a message."""
 
     type: Literal["response.output_text.done"]
-    text: str
-    logprobs: list[ChatTokenLogprob]
+    text: str = Field(description="The text.")
+    logprobs: list[ChatTokenLogprob] = Field(description="Log-probabilities of the tokens, if requested, else empty.")
 
 
 class ReasoningDeltaEvent(_PartEventBase):
-    """More of the thinking."""
+    """A piece of the thinking."""
 
     type: Literal["response.reasoning_text.delta"]
-    delta: str
+    delta: str = Field(description="The added text.")
 
 
 class ReasoningDoneEvent(_PartEventBase):
-    """The thinking is whole."""
+    """End of the thinking."""
 
     type: Literal["response.reasoning_text.done"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class ArgumentsDeltaEvent(_ItemEventBase):
-    """More of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
-    delta: str
+    delta: str = Field(description="The added text.")
 
 
 class ArgumentsDoneEvent(_ItemEventBase):
-    """The arguments of a call are whole."""
+    """End of the arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
-    name: str
-    arguments: str
+    name: str = Field(description="Name of the function.")
+    arguments: str = Field(description="Arguments as JSON text.")
 
 
 class FailedEvent(_EventBase):
-    """The request failed before its response was created."""
+    """Error before the response was created."""
 
     type: Literal["error"]
-    code: str
-    message: str
-    param: str | None
+    code: str = Field(description="Kind of the error, for programs.")
+    message: str = Field(description="What is wrong and what to do.")
+    param: str | None = Field(description="Path of the field at fault, else null.")
 
 
 class ResponseEvent(
@@ -744,4 +782,4 @@ class ResponseEvent(
         ]
     ]
 ):
-    """The JSON of an event of a stream; `event:` repeats its `type`."""
+    """JSON of a stream event. `event:` repeats its `type`."""

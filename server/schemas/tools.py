@@ -1,10 +1,10 @@
-"""Tools that requests offer, and tool calls in a history."""
+"""Tools that requests offer, and tool calls in histories and answers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -20,199 +20,20 @@ from windlass.server.schemas.base import (
 )
 
 MAX_TOOLS = 128
-
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
-
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
-
-PROVIDER_FIELDS = "provider_specific_fields"  # what litellm keeps of any answer, in all its parts
-
+PROVIDER_FIELDS = "provider_specific_fields"  # field that litellm adds to every part of an answer
 ALLOWED_TOOLS = "allowed_tools"
-
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
-# An escape of JSON: a character of two halves, a half by itself, or any other.
+# An escape in JSON: a surrogate pair, a lone surrogate, or any other.
 _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
 
-# Anthropic's may be as long, and a recorded request to /v1/messages is repeated as a chat; OpenAI's have at most 64.
+# Anthropic's limit, as recorded requests to /v1/messages are replayed as chats. OpenAI's limit is 64.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-
-
-def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a function, which are the schema of an object."""
-    if schema and schema.get("type", "object") != "object":
-        raise PydanticCustomError("schema", "should be the schema of an object: {'type': 'object', …}")
-    if (size := len(to_json(schema))) > MAX_SCHEMA_BYTES:
-        raise PydanticCustomError(
-            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_SCHEMA_BYTES, "size": size}
-        )
-    return schema
-
-
-def replace_lone_surrogates(text: str) -> str:
-    """JSON text in which half a character, as a model may write it, stands as U+FFFD: JSON has no other place for it."""
-    return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
-
-
-def parse_arguments(value: Any) -> dict[str, Any]:
-    """Arguments as an object: from JSON text, as OpenAI writes them, or as they are. Raises ValueError."""
-    if isinstance(value, str):
-        value = from_json(replace_lone_surrogates(value), allow_inf_nan=False) if value.strip() else {}
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    return value
-
-
-def check_arguments(value: Any) -> Any:
-    """Arguments of a call as a history has them: JSON text of an object, or an object.
-
-    Text that is none is what a model wrote, or the part of it that came before the end: an object that holds it.
-    """
-    if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
-        raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
-    try:
-        check_free_form(parse_arguments(value))
-    except ValueError:
-        if isinstance(value, str):
-            return {"arguments": value}
-        raise PydanticCustomError(
-            "json", 'should be the JSON text of an object, such as \'{"city": "Rome"}\''
-        ) from None
-    return value
-
-
-class FunctionDefinition(StrictModel):
-    """A function on offer. `parameters`: a JSON schema, absent where it takes none.
-
-    `strict`: where arguments are held to the schema, which is where a call is required, one that cannot be held to as a whole is
-    refused.
-    """
-
-    name: FunctionName
-    description: str | None = None
-    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = None
-    strict: bool | None = None
-
-
-class ToolDefinition(StrictModel):
-    """A tool on offer: a function. `cache_control` has no effect."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class OtherTool(UnsupportedKind):
-    """A tool of a kind that is not supported: it is refused by its name."""
-
-    kind_plural = "tools"
-    supported_kinds = "function"
-
-
-_Tool = Annotated[
-    Annotated[ToolDefinition, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
-    discriminate_by_type(("function",)),
-]
-
-
-def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
-    """The same: one of another kind has not been accepted."""
-    return cast(Sequence[ToolDefinition], tools)
-
-
-def check_functions(functions: Sequence[FunctionDefinition]) -> None:
-    """Raise where two have one name, or where all are too large together."""
-    names: set[str] = set()
-    size = 0
-    for function in functions:
-        if function.name in names:
-            raise PydanticCustomError("twice", "holds two functions named '{name}'", {"name": function.name})
-        names.add(function.name)
-        size += len(to_json(function))
-    if size > MAX_TOOLS_BYTES:
-        raise PydanticCustomError(
-            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_TOOLS_BYTES, "size": size}
-        )
-
-
-def _check_tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
-    check_functions([tool.function for tool in value])
-    return value
-
-
-def _check_functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
-    check_functions(value)
-    return value
-
-
-def _check_tool_choice(value: Any) -> Any:
-    if value in (None, "none", "auto", "required"):
-        return value
-    given = without_nulls(value) if isinstance(value, dict) else {}
-    if (name := _function_name(given)) is not None:
-        return named_choice(name)
-    if (
-        given.get("type") == ALLOWED_TOOLS
-        and set(given) == {"type", ALLOWED_TOOLS}
-        and isinstance(given[ALLOWED_TOOLS], dict)
-    ):
-        return allowed_choice(*allowed_names(without_nulls(given[ALLOWED_TOOLS]), _function_name))
-    raise PydanticCustomError(
-        "type",
-        "should be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': '…'}} or "
-        "{'type': 'allowed_tools', 'allowed_tools': {'mode': '…', 'tools': […]}}",
-    )
-
-
-def named_choice(name: str) -> dict[str, Any]:
-    """The choice of one function, as a chat writes it."""
-    return {"type": "function", "function": {"name": name}}
-
-
-def allowed_choice(mode: str, names: list[str]) -> dict[str, Any]:
-    """The choice among some functions, as a chat writes it."""
-    return {"type": ALLOWED_TOOLS, ALLOWED_TOOLS: {"mode": mode, "tools": list(map(named_choice, names))}}
-
-
-def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> tuple[str, list[str]]:
-    """The mode of a choice among some functions, and their names; raises where it is none.
-
-    given: its `mode` and `tools`. name_of: the function that one of these names, None where it names none.
-    """
-    mode, tools = given.get("mode"), given.get("tools")
-    if set(given) != {"mode", "tools"} or mode not in ("auto", "required"):
-        raise PydanticCustomError("type", "should have a mode, 'auto' or 'required', and tools beside allowed_tools")
-    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
-        raise PydanticCustomError("type", "should allow 1 to {most} tools, in a list", {"most": MAX_TOOLS})
-    names = [name for tool in tools if (name := name_of(tool)) is not None]
-    if len(names) < len(tools):
-        raise PydanticCustomError("type", "should allow functions, each named as in a choice of one function")
-    return mode, names
-
-
-def _function_name(value: Any) -> str | None:
-    """The function that {'type': 'function', 'function': {'name': '…'}} names, None where it is no such object."""
-    given = without_nulls(value) if isinstance(value, dict) else {}
-    function = given.get("function")
-    if given.get("type") != "function" or set(given) != {"type", "function"} or not isinstance(function, dict):
-        return None
-    function = without_nulls(function)
-    return function["name"] if set(function) == {"name"} and isinstance(function["name"], str) else None
-
-
-def _function_choice(value: Any) -> Any:
-    if value in (None, "none", "auto"):
-        return value
-    if isinstance(value, dict) and set(value := without_nulls(value)) == {"name"} and isinstance(value["name"], str):
-        return value
-    raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
-
 
 _NAMED_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -236,10 +57,193 @@ _ALLOWED_SCHEMA: dict[str, Any] = {
     "required": ["type", ALLOWED_TOOLS],
 }
 
+
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Check that the parameters of a function are the schema of an object of limited size."""
+    if schema and schema.get("type", "object") != "object":
+        raise PydanticCustomError("schema", "should be the schema of an object: {'type': 'object', …}")
+    if (size := len(to_json(schema))) > MAX_SCHEMA_BYTES:
+        raise PydanticCustomError(
+            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_SCHEMA_BYTES, "size": size}
+        )
+    return schema
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """Replace escapes of lone surrogates in JSON text, which a model may write, by U+FFFD."""
+    return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
+
+
+def parse_arguments(value: Any) -> dict[str, Any]:
+    """Parse arguments, which are JSON text or an object. Raises ValueError."""
+    if isinstance(value, str):
+        value = from_json(replace_lone_surrogates(value), allow_inf_nan=False) if value.strip() else {}
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
+def check_arguments(value: Any) -> Any:
+    """Check arguments of a call in a history: JSON text of an object, or an object.
+
+    Other text, such as truncated JSON of a model, becomes the value of an object.
+    """
+    if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
+        raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
+    try:
+        check_free_form(parse_arguments(value))
+    except ValueError:
+        if isinstance(value, str):
+            return {"arguments": value}
+        raise PydanticCustomError(
+            "json", 'should be the JSON text of an object, such as \'{"city": "Rome"}\''
+        ) from None
+    return value
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call."""
+
+    name: FunctionName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = Field(
+        default=None, description="JSON schema of the function's arguments. Default: no arguments."
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
+        "refused. Default: false.",
+    )
+
+
+F = TypeVar("F", bound=FunctionDefinition)
+
+
+class ToolDefinition(StrictModel):
+    """A tool that the model may call. `cache_control` has no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: FunctionDefinition = Field(description="The function.")
+
+
+class OtherTool(UnsupportedKind):
+    """A tool of an unsupported kind."""
+
+    kind_plural = "tools"
+    supported_kinds = "function"
+
+
+_Tool = Annotated[
+    Annotated[ToolDefinition, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("function",)),
+]
+
+
+def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
+    """Cast the tools of a request after validation."""
+    return cast(Sequence[ToolDefinition], tools)
+
+
+def tool_definition(tool: Any, parameters: dict[str, Any] | None) -> ToolDefinition:
+    """A tool in the form of a chat. tool: checked, in the form of another API, with `name`, `description` and `strict`."""
+    function = FunctionDefinition.model_construct(
+        name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict
+    )
+    return ToolDefinition.model_construct(type="function", function=function)
+
+
+def check_functions(functions: list[F]) -> list[F]:
+    """Return the functions; raise if two functions have the same name, or if all are too large together."""
+    names: set[str] = set()
+    size = 0
+    for function in functions:
+        if function.name in names:
+            raise PydanticCustomError("twice", "holds two functions named '{name}'", {"name": function.name})
+        names.add(function.name)
+        size += len(to_json(function))
+    if size > MAX_TOOLS_BYTES:
+        raise PydanticCustomError(
+            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_TOOLS_BYTES, "size": size}
+        )
+    return functions
+
+
+def _check_tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
+    check_functions([tool.function for tool in value])
+    return value
+
+
+def _check_tool_choice(value: Any) -> Any:
+    if value in (None, "none", "auto", "required"):
+        return value
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    if (name := _function_name(given)) is not None:
+        return named_choice(name)
+    if (
+        given.get("type") == ALLOWED_TOOLS
+        and set(given) == {"type", ALLOWED_TOOLS}
+        and isinstance(given[ALLOWED_TOOLS], dict)
+    ):
+        return allowed_choice(*allowed_names(without_nulls(given[ALLOWED_TOOLS]), _function_name))
+    raise PydanticCustomError(
+        "type",
+        "should be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': '…'}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': '…', 'tools': […]}}",
+    )
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    """The choice of one function, in the form of a chat."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed_choice(mode: str, names: list[str]) -> dict[str, Any]:
+    """The choice among some functions, in the form of a chat."""
+    return {"type": ALLOWED_TOOLS, ALLOWED_TOOLS: {"mode": mode, "tools": list(map(named_choice, names))}}
+
+
+def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> tuple[str, list[str]]:
+    """Mode and names of a choice among some functions; raises if it is invalid.
+
+    given: `mode` and `tools`. name_of: returns the name of a function, or None.
+    """
+    mode, tools = given.get("mode"), given.get("tools")
+    if set(given) != {"mode", "tools"} or mode not in ("auto", "required"):
+        raise PydanticCustomError("type", "should have a mode, 'auto' or 'required', and tools, in allowed_tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise PydanticCustomError("type", "should allow 1 to {most} tools, in a list", {"most": MAX_TOOLS})
+    names = [name for tool in tools if (name := name_of(tool)) is not None]
+    if len(names) < len(tools):
+        raise PydanticCustomError("type", "should allow functions, each named as in a choice of one function")
+    return mode, names
+
+
+def _function_name(value: Any) -> str | None:
+    """The name in {'type': 'function', 'function': {'name': '…'}}; None for any other value."""
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    function = given.get("function")
+    if given.get("type") != "function" or set(given) != {"type", "function"} or not isinstance(function, dict):
+        return None
+    function = without_nulls(function)
+    return function["name"] if set(function) == {"name"} and isinstance(function["name"], str) else None
+
+
+def _function_choice(value: Any) -> Any:
+    if value in (None, "none", "auto"):
+        return value
+    if isinstance(value, dict) and set(value := without_nulls(value)) == {"name"} and isinstance(value["name"], str):
+        return value
+    raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
+
+
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 Functions = Annotated[
-    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_functions)
+    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_functions)
 ]
 
 ToolChoice = Annotated[
@@ -256,59 +260,62 @@ FunctionChoice = Annotated[
 
 
 class MadeFunctionCall(StrictModel):
-    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too, and so is
-    other text, such as one that was cut short: the model is shown `{"arguments": "the text"}`.
+    """Function of a call in a history. Arguments that are not a JSON object are shown as `{"arguments": "the text"}`.
 
-    `parsed_arguments`, which the openai package adds, has no effect, nor has litellm's `provider_specific_fields`.
+    `parsed_arguments` and `provider_specific_fields` have no effect.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments", PROVIDER_FIELDS})
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
     arguments: Annotated[
         Any,
         AfterValidator(check_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-    ] = None
+    ] = Field(default=None, description="Arguments as JSON text, or as an object. Default: no arguments.")
 
 
 class MadeToolCall(StrictModel):
-    """A call that the assistant made. `index` has no effect: those who put streams together leave it there."""
+    """A call that the assistant made."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight", PROVIDER_FIELDS})
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="Id of the call, which its result repeats."
+    )
     type: Literal["function"] = "function"
-    function: MadeFunctionCall
-    index: int | None = None
+    function: MadeFunctionCall = Field(description="The function.")
+    index: int | None = Field(default=None, description="Accepted without effect.")
 
 
 class AnsweredFunction(StrictModel):
-    """The function of a call in an answer. `arguments`: JSON text."""
+    """Function of a call in an answer."""
 
-    name: str
-    arguments: str
+    name: str = Field(description="Name of the function.")
+    arguments: str = Field(description="Arguments as JSON text.")
 
 
 class AnsweredCall(StrictModel):
     """A call in an answer."""
 
-    id: str
+    id: str = Field(description="Id of the call, which its result repeats.")
     type: Literal["function"]
-    function: AnsweredFunction
+    function: AnsweredFunction = Field(description="The function.")
 
 
 class FunctionDelta(StrictModel):
-    """A piece of the function of a call: first its name, then pieces of its arguments' JSON text."""
+    """A piece of the function of a call: first its name, then pieces of its arguments."""
 
-    name: str | None = None
-    arguments: str
+    name: str | None = Field(default=None, description="Name of the function. Only in the first piece.")
+    arguments: str = Field(description="A piece of the arguments' JSON text.")
 
 
 class CallDelta(StrictModel):
-    """A piece of a call. `index` says of which; only its first piece has `id` and `type`."""
+    """A piece of a call."""
 
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    index: int = Field(description="Index of the call in the message, from 0.")
+    id: str | None = Field(
+        default=None, description="Id of the call, which its result repeats. Only in the first piece."
+    )
+    type: Literal["function"] | None = Field(default=None, description="Kind of the call. Only in the first piece.")
+    function: FunctionDelta = Field(description="The function.")

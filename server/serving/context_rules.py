@@ -1,4 +1,4 @@
-"""Rules for prompts that do not fit the context: from the request or from the operator."""
+"""Context rules of a request: overflow, attention window and reuse of cached passages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from windlass.engine.interface.context import (
     DEFAULT_KEEP_TOKENS,
     MIN_PASSAGE_TOKENS,
     ContextRule,
-    ContextSize,
     NonPrefixReuseParams,
 )
 from windlass.engine.interface.model_info import ModelInfo
@@ -18,11 +17,11 @@ from windlass.server.errors import bad_request
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
 
-DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
+DEFAULT_RECOMPUTE = 0.15  # fraction of a passage, at its head; from the table in docs/endless-context.md
 
 
 def resolve_context_rule(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
-    """The rule of a request under `overflow`; raises ApiError for fields that do not go together."""
+    """The rule of a request under `overflow`; raises ApiError for fields that exclude each other."""
     if body.keep_tokens is not None and overflow != "shift":
         raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
     keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
@@ -34,7 +33,7 @@ def resolve_context_rule(body: GenerationRequest, overflow: ContextOverflow, set
 
 
 def resolve_window_rule(body: GenerationRequest | PromptRequest, settings: ServerSettings) -> ContextRule:
-    """What each token sees; raises ApiError for fields that do not go together."""
+    """The attention window; raises ApiError for fields that exclude each other."""
     window, sinks = body.attention_window, body.attention_sinks
     if window is None:
         window = settings.attention_window
@@ -45,21 +44,21 @@ def resolve_window_rule(body: GenerationRequest | PromptRequest, settings: Serve
 
 
 def resolve_reuse(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:
-    """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `NonPrefixReuseParams`.
+    """Non-prefix reuse of other prompts' KV; raises ApiError for invalid fields. scope: see `NonPrefixReuseParams`.
 
-    One that takes nothing can still be taken from.
+    Without reuse the request's own passages can still be reused by others.
     """
     at_least = settings.cache_reuse if body.cache_reuse is None else body.cache_reuse
     if 0 < at_least < MIN_PASSAGE_TOKENS:
         raise bad_request(
-            f"cache_reuse must be 0 or at least {MIN_PASSAGE_TOKENS}: shorter passages are not taken, got {at_least}",
+            f"cache_reuse must be 0 or at least {MIN_PASSAGE_TOKENS}: shorter passages are not reused, got {at_least}",
             "cache_reuse",
         )
     if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
         raise bad_request("cache_reuse_recompute goes with cache_reuse or passages", "cache_reuse_recompute")
     if body.passages is not None and body.cache_reuse == 0:
         raise bad_request(
-            "cache_reuse 0 takes nothing, passages name what is to be taken: leave one of them out", "cache_reuse"
+            "cache_reuse 0 reuses nothing, passages name what to reuse: leave one of them out", "cache_reuse"
         )
     if body.passages is not None and chat:
         raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
@@ -68,14 +67,9 @@ def resolve_reuse(body: GenerationRequest, scope: str, settings: ServerSettings,
     return NonPrefixReuseParams(at_least, spans, recompute, scope)
 
 
-def resolve_context_size(rule: ContextRule, info: ModelInfo) -> ContextSize:
-    """What the rule comes to on this model; raises RequestError for one that cannot be."""
-    return info.size(rule)
-
-
 def retain_system_prompt(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
-    """The rule under which as much as may be of a chat's system prompt is kept: what the chat shares with `head`, its system
-    prompt alone. Where they share nothing, the rule as it is.
+    """The rule that retains a chat's system prompt, as far as a shift can: the tokens that `prompt` shares with `head`, the
+    system prompt alone. Without shared tokens, the rule unchanged.
     """
     shared = next(
         (i for i, (a, b) in enumerate(zip(head, prompt, strict=False)) if a != b), min(len(head), len(prompt))

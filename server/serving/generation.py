@@ -1,4 +1,4 @@
-"""The generation service: from a validated body and its prompts to the engine, and back as a response."""
+"""Generation: checks of a request, its engine requests, and its response."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+
+from starlette.requests import Request
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.app.state import ServerState
+from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.config.settings import ContextOverflow, ServerSettings
-from windlass.server.errors import answer_exceeds_context, bad_request, response_too_large
+from windlass.server.errors import answer_exceeds_context, bad_request
+from windlass.server.observability.logging import request_id
+from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
-from windlass.server.serving.context_rules import resolve_context_rule, resolve_context_size, resolve_reuse
-from windlass.server.serving.deltas import Delta, DetokenizerOptions, Generation, GenerationPlan, TokenUsage
-from windlass.server.serving.job import GenerationJob, build_engine_request, envelope, resolve_deadline, scaling_hint
+from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
+from windlass.server.serving.deltas import Delta, Generation, TokenUsage
+from windlass.server.serving.job import GenerationJob, build_engine_request, scaling_hint
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
 from windlass.server.serving.request_rotation import resolve_rotation
-from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, ResponseOptions, Writer, estimate_bytes
+from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, Writer
 from windlass.server.serving.sampling_params import (
     build_sampling,
     fit_to_context,
@@ -30,47 +33,45 @@ from windlass.server.serving.sampling_params import (
 )
 from windlass.server.serving.streaming import Exchange
 from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output, with_thinking_prefix
+from windlass.server.serving.tool_calls import NO_TOOLS, ToolPlan
 from windlass.server.text.detokenizer import LineLimits
+from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt
-from windlass.server.text.stream_parser import ParsingPlan
 
 TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
 def check_generation(
-    state: ServerState,
+    request: Request,
     body: GenerationRequest,
     info: ModelInfo,
     *,
-    request_id: str,
-    caller: str,
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
-    chat: bool,
     echo: bool = False,
-    parsing: ParsingPlan | None = None,
-    forced: StructuredOutput | None = None,
-    calls: str = "",
+    tools: ToolPlan = NO_TOOLS,
     line_limits: LineLimits | None = None,
 ) -> GenerationJob:
-    """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
+    """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
-    logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
-    forced: a form of the answer that another field asks for. calls: the Lark of calls, which may come instead of a wanted form.
-    line_limits: how the answer ends by its lines.
-    echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
+    logprobs: alternatives per generated token, None for no log-probabilities.
+    echo: the prompt is repeated, with log-probabilities if those are requested.
+    line_limits: limits on the lines of the output.
     """
+    state, caller = state_of(request), caller_of(request)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
-    structured = parse_structured_output(body)
-    # A format says what the answer's text is, and an answer that is nothing but calls has none.
+    structured, forced = parse_structured_output(body), tools.forced
+    # `response_format` is about the text, which an output of calls does not have.
     if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
-            f"{forced.field} and {structured.field} both say what form the answer shall have: give one of them",
+            f"{forced.field} and {structured.field} both require a form of the answer: give one of them",
             structured.field,
             "invalid_grammar",
         )
+    calls = "" if state.thinking.name == HARMONY else tools.calls  # Harmony has calls in separate channels
+    chat = isinstance(body, ChatRequest)
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
@@ -85,52 +86,38 @@ def check_generation(
         defaults=state.settings.sampling,
     )
     rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
-    usage = body.stream_options
     return GenerationJob(
         state=state,
         body=body,
         info=info,
-        request_id=request_id,
+        request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
-        deadline=resolve_deadline(body, state.settings, arrival),
         sampling=sampling,
         rotation=rotation,
-        options=ResponseOptions(
-            n=n,
-            samples=samples,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            return_token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            usage_at_end=usage is not None and bool(usage.include_usage),
-            usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
-            max_bytes=state.settings.max_response_bytes,
-        ),
-        chat=chat,
-        echo=echo,
+        logprobs=logprobs,
         overflow=overflow,
         rule=rule,
         reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
-        size=rotation.limit_context(resolve_context_size(rule, info)),
-        parsing=parsing,
+        size=rotation.limit_context(info.size(rule)),
+        parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
+        tools=tools.tools,
     )
 
 
 def _reuse_scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> str:
-    """Among whom passages are shared: requests of one salt, else of one key, where there are keys."""
+    """Scope in which passages are shared: requests with the same salt, else with the same key if keys are required."""
     if body.cache_salt is not None:
         return "salt " + body.cache_salt
     return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.requires_key else ""
 
 
 def _resolve_overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
-    """What the body says or, as far as it can be done for it, the operator."""
+    """The overflow rule of the body, or else the server's default if the request supports it."""
     asked = body.context_overflow
     if asked == "drop_turns":
         if not chat:
@@ -139,8 +126,7 @@ def _resolve_overflow(body: GenerationRequest, settings: ServerSettings, *, chat
             )
         if body.truncate_prompt_tokens is not None:
             raise bad_request(
-                "truncate_prompt_tokens and context_overflow drop_turns both say how the prompt gets shorter: "
-                "give one of them",
+                "truncate_prompt_tokens and context_overflow drop_turns both shorten the prompt: give one of them",
                 "truncate_prompt_tokens",
             )
     if asked is None and settings.context_overflow == "drop_turns":
@@ -154,59 +140,48 @@ async def run_generation(
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
+    make_writer: Callable[[TokenUsage], Writer],
 ) -> None:
-    """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
-    with job.state.adapters.using(job.adapter):
-        if job.adapter is not None:
-            job.state.metrics.count_adapter_request(job.adapter.source.name)
-        await _run_generation(exchange, job, prompts, param=param, make_writer=make_writer)
-
-
-async def _run_generation(
-    exchange: Exchange,
-    job: GenerationJob,
-    prompts: Sequence[Prompt],
-    *,
-    param: str,
-    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
-) -> None:
+    """Generate for `prompts` and respond. param: the field of the prompts, for errors."""
     state = job.state
     if state.recorder is not None and len(prompts) == 1:
         job = with_explicit_seed(job)
-    plan = await _plan_generation(job, list(prompts), param)
-    generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
-    writer = make_writer(plan.prompts, generation.token_usage)
-    streaming = bool(job.body.stream)
-    state.callers.charge_prompt_tokens(job.caller, generation.token_usage.prompt_tokens)
-    with observe_request(exchange, generation_observers(exchange, job, plan, generation.token_usage)) as observe_output:
-        async with (
-            _name_grammar_field(job.structured),
-            _count_usage(job, generation.token_usage),
-            aclosing(generation.deltas()) as deltas,
-        ):
-            async for delta in deltas:
-                if observe_output is not None:
-                    observe_output(delta)
-                if delta.prompt_logprobs is not None:
-                    prompt_index = delta.choice // plan.samples
-                    await state.text.run_in_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
-                    delta.prompt_logprobs = None  # its text is kept instead
-                if not streaming:
-                    writer.add(delta)
-                elif events := await _render_event(state, writer, delta):
-                    await exchange.send_events(events)
-    if streaming:
-        long = writer.size > LARGE_RESPONSE_BYTES
-        await exchange.finish(await state.text.run_in_thread(writer.last_event) if long else writer.last_event())
-    else:
-        large = max(plan.response_bytes, writer.size) > LARGE_RESPONSE_BYTES
-        await exchange.send_json(await state.text.run_in_thread(writer.pieces) if large else writer.pieces())
+    with state.adapters.using(job.adapter):
+        if job.adapter is not None:
+            state.metrics.count_adapter_request(job.adapter.source.name)
+        generation = Generation(job, prompts, await _build_requests(job, prompts, param))
+        token_usage = generation.token_usage
+        writer = make_writer(token_usage)
+        streaming = bool(job.body.stream)
+        state.callers.charge_prompt_tokens(job.caller, token_usage.prompt_tokens)
+        observers = generation_observers(exchange, job, prompts, token_usage)
+        with observe_request(exchange, observers) as observe_output:
+            async with (
+                _name_grammar_field(job.structured),
+                _count_usage(job, token_usage),
+                aclosing(generation.deltas()) as deltas,
+            ):
+                async for delta in deltas:
+                    if observe_output is not None:
+                        observe_output(delta)
+                    if delta.prompt_logprobs is not None:
+                        prompt_index = delta.choice // job.sampling.n
+                        await state.text.run_in_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                        delta.prompt_logprobs = None  # the writer stores its text instead
+                    if not streaming:
+                        writer.add(delta)
+                    elif events := await _render_event(state, writer, delta):
+                        await exchange.send_events(events)
+        large = writer.budget.size > LARGE_RESPONSE_BYTES
+        if streaming:
+            await exchange.finish(await state.text.run_in_thread(writer.last_event) if large else writer.last_event())
+        else:
+            await exchange.send_json(await state.text.run_in_thread(writer.pieces) if large else writer.pieces())
 
 
 @asynccontextmanager
 async def _count_usage(job: GenerationJob, token_usage: TokenUsage) -> AsyncIterator[None]:
-    """What was generated is the caller's, however the request ends."""
+    """Charge the generated tokens to the caller, however the request ends."""
     try:
         with job.state.metrics.scalings.running(job.rotation.metric_label(job.body.rope_scaling), token_usage):
             yield
@@ -215,15 +190,15 @@ async def _count_usage(job: GenerationJob, token_usage: TokenUsage) -> AsyncIter
 
 
 async def _render_event(state: ServerState, writer: Writer, delta: Delta) -> bytes:
-    """The events of a delta; beside the event loop where the last ones repeat a long answer."""
-    if delta.finish_reason is not None and writer.size > LARGE_RESPONSE_BYTES:
+    """The events of a delta; on a thread if the last ones repeat a long response."""
+    if delta.finish_reason is not None and writer.budget.size > LARGE_RESPONSE_BYTES:
         return await state.text.run_in_thread(writer.event, delta)
     return writer.event(delta)
 
 
 @asynccontextmanager
 async def _name_grammar_field(structured: StructuredOutput | None) -> AsyncIterator[None]:
-    """What the engine says of a grammar, said of the field it was made from."""
+    """Scope in which the engine's errors about a grammar name the field of the request."""
     try:
         yield
     except RequestError as error:
@@ -232,7 +207,8 @@ async def _name_grammar_field(structured: StructuredOutput | None) -> AsyncItera
         raise bad_request(f"{structured.field}: {error.message}", structured.field, error.code) from None
 
 
-async def _plan_generation(job: GenerationJob, prompts: list[Prompt], param: str) -> GenerationPlan:
+async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: str) -> list[EngineRequest]:
+    """One engine request per prompt, with bad words, sequence breakers and the grammar in its sampling parameters."""
     state, body, info = job.state, job.body, job.info
     sampling = job.sampling
     if body.bad_words:
@@ -250,59 +226,17 @@ async def _plan_generation(job: GenerationJob, prompts: list[Prompt], param: str
         calls = form.field in TOOL_CHOICE_FIELDS
         grammar = with_thinking_prefix(grammar, state.thinking, job.phase, info.eos_token_ids, calls=calls)
         sampling = replace(sampling, grammar=grammar)
-    rotation = job.rotation
     requests = []
     for number, prompt in enumerate(prompts):
         if not prompt.token_ids:
             where = f"{param}[{number}]" if len(prompts) > 1 else param
             raise bad_request(f"{where} is empty: give at least one token", param, "empty_prompt")
         if body.max_tokens is not None or body.max_completion_tokens is not None:
-            rotation.check_length(len(prompt.token_ids), sampling.max_tokens, resolve_context_size(job.rule, info))
+            job.rotation.check_length(len(prompt.token_ids), sampling.max_tokens, info.size(job.rule))
         with scaling_hint(job):
             max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
         requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
-    return GenerationPlan(
-        prompts=prompts,
-        requests=requests,
-        rotation=rotation,
-        size=job.size,
-        response_bytes=_estimate_response_bytes(job, requests),
-        samples=sampling.n,
-        text=DetokenizerOptions(
-            stop=tuple(body.stop or ()),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=job.options.skip_special_tokens,
-            min_tokens=sampling.min_tokens,
-            visible_special_tokens=_parser_token_ids(job),
-            lines=job.line_limits,
-        ),
-        max_concurrent_prompts=max(1, info.max_num_seqs // sampling.n),
-    )
-
-
-def _parser_token_ids(job: GenerationJob) -> frozenset[int]:
-    """Special tokens that the parser of the answer has to see."""
-    if job.parsing is None:
-        return frozenset()
-    ids = map(job.state.tokenizer.backend.token_to_id, job.parsing.markers)
-    return frozenset(token_id for token_id in ids if token_id is not None)
-
-
-def _estimate_response_bytes(job: GenerationJob, requests: Sequence[EngineRequest]) -> int:
-    """How large the answer may become; raises ApiError where that is too much."""
-    lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
-    size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
-    if size > job.options.max_bytes:
-        raise response_too_large(size, job.options.max_bytes)
-    return size
-
-
-def fingerprinted_envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
-    """`envelope`, and what the answer was generated by."""
-    return {
-        **envelope(prefix, kind, job),
-        "system_fingerprint": job.state.fingerprint_with_adapter(job.info, job.adapter),
-    }
+    return requests

@@ -1,4 +1,4 @@
-"""Checked requests, for generation and for pooling, and the texts of their errors."""
+"""Checked requests for generation and for pooling, and their engine requests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from windlass.engine.interface.context import ContextRule, ContextSize, NonPrefixReuseParams
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
-from windlass.server.app.state import ServerState
-from windlass.server.config.settings import ContextOverflow, ServerSettings
+from windlass.server.app.state import ServerState, caller_of, state_of
+from windlass.server.config.settings import ContextOverflow
 from windlass.server.errors import ApiError, bad_request
+from windlass.server.observability.logging import set_request_id
+from windlass.server.schemas.base import EngineRequestFields
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
-from windlass.server.serving.context_rules import resolve_context_size, resolve_window_rule
-from windlass.server.serving.request_rotation import Rotation, resolve_rotation
-from windlass.server.serving.response_writer import ResponseOptions
+from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.reasoning import ThinkingPhase
@@ -28,42 +30,44 @@ from windlass.server.text.stream_parser import ParsingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestJob:
-    """A checked request that waits for its prompts, whether it generates or not. rule: what a token sees and what goes."""
+    """A checked request that waits for its prompts. caller: for turns and limits. arrival: monotonic seconds."""
 
     state: ServerState
     body: GenerationRequest | PromptRequest
     info: ModelInfo
     request_id: str
-    caller: str  # whose request it is, for taking turns
-    arrival: float  # time.monotonic() seconds
-    deadline: float | None
+    caller: str
+    arrival: float
     rotation: Rotation
     rule: ContextRule
     priority: int = 0
     adapter: ServedAdapter | None = None
 
     @property
+    def deadline(self) -> float | None:
+        """Arrival plus the timeout of the request or the server's default, in monotonic seconds."""
+        seconds = self.state.settings.default_timeout if self.body.timeout is None else self.body.timeout
+        return None if seconds is None else self.arrival + seconds
+
+    @property
     def model_name(self) -> str:
-        """What the answer says that it comes from."""
+        """The model named in the response."""
         return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob(RequestJob):
-    """A request that generates. Made by `pipeline.check`, run by `pipeline.run`.
+    """A checked request that generates.
 
-    sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context; size, reuse: what the rule comes to, and what is
-    taken of other prompts.
-    parsing: how answers are taken apart; None where all text is content.
-    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
+    sampling: for all prompts; max_tokens is clamped per prompt. logprobs: alternatives per generated token that the response
+    shows, None for no log-probabilities. size: what the context holds under `rule`.
+    parsing: parser of the output, None if all text is content. structured: required form of the output. phase: where the output
+    begins in the model's thinking. tools: for the chat template. dropped_turns: turns left out of the chat, None if none may be.
     """
 
     body: GenerationRequest
     sampling: SamplingParams
-    options: ResponseOptions
-    chat: bool
-    echo: bool
+    logprobs: int | None
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
     size: ContextSize
@@ -71,11 +75,22 @@ class GenerationJob(RequestJob):
     structured: StructuredOutput | None
     phase: ThinkingPhase = "after"
     line_limits: LineLimits | None = None
+    tools: list[dict[str, Any]] | None = None
+    dropped_turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingJob(RequestJob):
+    """A request whose prompts are pooled. longest: tokens allowed in a prompt. truncate: tokens to which prompts are cut."""
+
+    body: PromptRequest
+    longest: int
+    truncate: int | None
 
 
 @contextmanager
 def scaling_hint(job: RequestJob) -> Iterator[None]:
-    """Errors about a prompt's length say what makes room, where the request has a scaling and may think that it does."""
+    """Scope in which errors about the prompt's length explain that a scaling does not enlarge the context."""
     try:
         yield
     except ApiError as error:
@@ -83,14 +98,17 @@ def scaling_hint(job: RequestJob) -> Iterator[None]:
         scaled = rotation.scaling is not None and rotation.scaling.rope_type != "default"
         if error.code != "context_length_exceeded" or not scaled or rotation.longest is not None:
             raise
-        why = "a scaling alone makes no room: the server's --max-model-len does"
+        why = "a scaling does not enlarge the context: the server's --max-model-len does"
         raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
-def resolve_deadline(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
-    """When a request that came at `arrival` has to be done, as it says or else the operator; both `time.monotonic()` seconds."""
-    seconds = settings.default_timeout if body.timeout is None else body.timeout
-    return None if seconds is None else arrival + seconds
+def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:
+    """Check the model of a request and admit it, under the id that its body may set; raises ApiError."""
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state = state_of(request)
+    state.check_model(body.model)
+    return state.admit(caller_of(request))
 
 
 def build_engine_request(
@@ -101,7 +119,7 @@ def build_engine_request(
     reuse: NonPrefixReuseParams | None = None,
     pooling: PoolingRule | None = None,
 ) -> EngineRequest:
-    """One prompt of a job, as the engine takes it."""
+    """The engine request of one prompt."""
     return EngineRequest(
         request_id=job.state.unique_id(job.request_id),
         prompt_token_ids=token_ids,
@@ -122,52 +140,10 @@ def build_engine_request(
 
 
 def envelope(prefix: str, kind: str, job: RequestJob) -> dict[str, Any]:
-    """The fields an answer begins with. prefix: of its id, such as "cmpl"."""
+    """First fields of a response. prefix: of its id, such as "cmpl"."""
     return {
         "id": f"{prefix}-{job.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": job.model_name,
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingJob(RequestJob):
-    """A request whose prompts are pooled. longest: tokens that one may have. truncate: to which they are cut."""
-
-    body: PromptRequest
-    longest: int
-    truncate: int | None
-
-
-def check_pooling_request(
-    state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
-) -> PoolingJob:
-    """What can be refused without tokenizing; raises ApiError or RequestError naming the field."""
-    settings = state.settings
-    rule = resolve_window_rule(body, settings)
-    rotation = resolve_rotation(body.rope_scaling, body.rope_update, settings, info)
-    longest, truncate = (
-        rotation.limit_context(resolve_context_size(rule, info)).longest_prompt,
-        body.truncate_prompt_tokens,
-    )
-    if truncate == 0 or (truncate is not None and truncate > longest):
-        raise bad_request(
-            f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",
-            "truncate_prompt_tokens",
-        )
-    return PoolingJob(
-        state=state,
-        body=body,
-        info=info,
-        request_id=request_id,
-        caller=caller,
-        arrival=arrival,
-        deadline=resolve_deadline(body, settings, arrival),
-        rotation=rotation,
-        rule=rule,
-        longest=longest,
-        truncate=longest if truncate == -1 else truncate,
-        priority=state.callers.priority(caller, body.priority),
-        adapter=state.adapters.find(body.model),
-    )

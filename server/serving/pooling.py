@@ -1,4 +1,4 @@
-"""Requests that do not generate: from texts to pooled rows."""
+"""Pooling requests: from texts to pooled rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
@@ -18,45 +18,59 @@ from windlass.engine.interface.request import PoolingRule, SamplingParams
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import caller_of, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.http.request_id import request_id, set_request_id
+from windlass.server.observability.logging import request_id
 from windlass.server.schemas.pooling import MAX_INPUTS, PromptRequest
-from windlass.server.serving.job import PoolingJob, build_engine_request, check_pooling_request, scaling_hint
+from windlass.server.serving.context_rules import resolve_window_rule
+from windlass.server.serving.job import (
+    PoolingJob,
+    admit_request,
+    build_engine_request,
+    scaling_hint,
+)
 from windlass.server.serving.observers import observe_request, pooling_observers
 from windlass.server.serving.prompts import check_token_prompts
+from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
+_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
-    """The body and the job that it asks for; raises ApiError or RequestError naming the field at fault."""
+    """The body and its job; raises ApiError or RequestError naming the field at fault."""
     arrival = time.monotonic()
-    state = state_of(request)
-    body = await read_body(request, model, stall_seconds=state.settings.body_stall_seconds)
-    if body.request_id is not None:
-        set_request_id(request.scope, body.request_id)
-    state.check_model(body.model)
-    info = state.admit(caller_of(request))
-    job = check_pooling_request(
-        state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
+    state, caller = state_of(request), caller_of(request)
+    settings = state.settings
+    body = await read_body(request, model)
+    info = admit_request(request, body)
+    rule = resolve_window_rule(body, settings)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, settings, info)
+    longest, truncate = rotation.limit_context(info.size(rule)).longest_prompt, body.truncate_prompt_tokens
+    if truncate == 0 or (truncate is not None and truncate > longest):
+        raise bad_request(
+            f"truncate_prompt_tokens must be between 1 and the context of {longest} tokens, or -1 for that; got {truncate}",
+            "truncate_prompt_tokens",
+        )
+    job = PoolingJob(
+        state=state,
+        body=body,
+        info=info,
+        request_id=request_id(request.scope),
+        caller=caller,
+        arrival=arrival,
+        rotation=rotation,
+        rule=rule,
+        longest=longest,
+        truncate=longest if truncate == -1 else truncate,
+        priority=state.callers.priority(caller, body.priority),
+        adapter=state.adapters.find(body.model),
     )
     return body, job
 
 
-def usage(tokens: int) -> dict[str, int]:
-    """OpenAI's, of a request that generates nothing."""
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-# What `pool` is once its exchange and its job are known.
-PoolFunction = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
-
-_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
-
-
 @contextmanager
 def length_limit_hint(job: PoolingJob) -> Iterator[None]:
-    """Errors about a text's length say why it is bounded, where that is no property of the model."""
+    """Scope in which errors about a text's length name the option that limits it, if that is not the model's own limit."""
     step = job.info.max_num_batched_tokens
     try:
         with scaling_hint(job):
@@ -64,14 +78,12 @@ def length_limit_hint(job: PoolingJob) -> Iterator[None]:
     except ApiError as error:
         if error.code != "context_length_exceeded" or not job.info.is_bidirectional or job.info.max_model_len < step:
             raise
-        why = (
-            f"each token of this model sees the whole text, which one step computes: --max-num-batched-tokens is {step}"
-        )
+        why = f"each token of this model sees the entire text, which one step computes: --max-num-batched-tokens is {step}"
         raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
 async def encode_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
-    """The token ids of texts or of lists of ids, cut as the request says. Errors name `param` and the place in it."""
+    """The token ids of texts or id lists, truncated as requested. Errors name `param` and the index."""
     many, side = len(given) > 1, job.body.truncation_side
     prompts: list[list[int]]
     if isinstance(given[0], str):
@@ -113,9 +125,9 @@ async def pool(
     prompts: Sequence[Collection[int]],
     rule: PoolingRule | Sequence[PoolingRule],
 ) -> list[PooledRows]:
-    """The rows of each prompt, in order. rule: of all of them, or of each.
+    """The rows of each prompt, in order. rule: for all prompts, or one for each.
 
-    Raises what the engine raises; being cancelled aborts all of them.
+    Raises the engine's errors. Cancelling it aborts all prompts.
     """
     state, found = job.state, {}
     rules = [rule] * len(prompts) if isinstance(rule, PoolingRule) else rule
@@ -145,13 +157,13 @@ async def pool(
 
 
 def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
-    """One of them: the others follow from it, or say the same of other prompts."""
+    """One of the errors; the others are its consequences or the same error of other prompts."""
     error = errors.exceptions[0]
     return _first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> RequestOutput:
-    """The only output of a prompt, which has its rows."""
+    """The output with the rows of a prompt."""
     state, request = job.state, build_engine_request(job, ids, _NO_SAMPLING, pooling=rule)
     async with aclosing(state.engine.generate(request)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
@@ -169,12 +181,10 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Reque
 def embedding_rule(
     job: PoolingJob, *, pooling: str | None, normalize: bool | None, dimensions: int | None
 ) -> PoolingRule:
-    """How vectors are made, by the request and else by the model. Raises ApiError for what cannot be."""
+    """The pooling rule of embeddings, by the request or else the model. Raises ApiError for unsupported values."""
     info, defaults = job.info, job.info.pooling
     if pooling is None and defaults.refusal is not None:
-        raise bad_request(
-            f"{defaults.refusal}: say with pooling how vectors are to be made", "pooling", "unsupported_value"
-        )
+        raise bad_request(f"{defaults.refusal}: set pooling", "pooling", "unsupported_value")
     if dimensions is not None and dimensions > info.hidden_size:
         raise bad_request(
             f"dimensions is {dimensions}, this model's vectors have {info.hidden_size}: ask for at most that",

@@ -1,16 +1,19 @@
-"""Prompts of completions: their four shapes, and prompts with a gap to fill."""
+"""Prompts of completions: texts, token ids, and prompts with a gap to fill."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from windlass.server.app.state import ServerState
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.completions import CompletionRequest, FilePassage, InfillRequest
 from windlass.server.serving.job import GenerationJob
 from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.service import Prompt
+
+MAX_SUFFIX_TOKENS = 1 << 20  # tokens in all copies of a suffix
+_IDS_PER_BATCH = 100_000  # checked while the interpreter lock is held
 
 
 def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]]:
@@ -26,15 +29,13 @@ def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]
         )
     for index, item in enumerate(value):
         if type(item) is not kind:
-            raise bad_request(f"prompt mixes kinds: item {index} is not a {_NAMES[kind]}", "prompt")
+            raise bad_request(
+                f"prompt mixes kinds: item {index} is not a {'string' if kind is str else 'list of token ids'}",
+                "prompt",
+            )
         if kind is list and not item:
             raise bad_request(f"prompt[{index}] is empty: give at least one token", "prompt", "empty_prompt")
     return value  # type: ignore[no-any-return]
-
-
-_IDS_PER_BATCH = 100_000  # checked in one go: each go holds the interpreter lock
-
-_NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
 
 def check_token_prompts(
@@ -47,12 +48,10 @@ def check_token_prompts(
     param: str = "prompt",
     numbered: bool = False,
 ) -> list[list[int]]:
-    """The prompts, cut to their last `truncate` ids, or to the first. longest: tokens that one may have.
+    """The prompts, cut to their last `truncate` ids, or with `keep_first` to the first. longest: ids allowed in a prompt.
 
-    param: the field that they came from. numbered: errors name a prompt's place in it, too.
-
-    Raises ApiError for one that is too long or holds no valid ids. Lengths come first, as they cost nothing:
-    32 MiB of digits are refused without being looked at.
+    param: the field of the prompts. numbered: errors name the index of a prompt after it.
+    Raises ApiError for prompts that are too long or have invalid ids. Lengths are checked first, because that costs nothing.
     """
     if truncate is None:
         for index, ids in enumerate(prompts):
@@ -66,7 +65,7 @@ def check_token_prompts(
 
 
 def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
-    """Raise ApiError unless all are integers inside the vocabulary. Slow for millions: call it beside the event loop."""
+    """Raise ApiError unless all are integers inside the vocabulary. Call it on a thread for millions of ids."""
     for start in range(0, len(ids), _IDS_PER_BATCH):
         some = ids[start : start + _IDS_PER_BATCH]
         if set(map(type, some)) != {int}:
@@ -79,15 +78,21 @@ def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
             )
 
 
-MAX_SUFFIX_TOKENS = 1 << 20  # tokens that copies of one suffix come to
+def check_tokenized_characters(state: ServerState, characters: int, param: str) -> None:
+    """Raise ApiError for more text than a request may have tokenized regardless of the context."""
+    most = state.settings.max_tokenize_chars
+    if characters > most:
+        raise bad_request(
+            f"{param}: {characters} characters, at most {most} are tokenized at once", param, "string_too_long"
+        )
 
 
 def require_fill_in(job: GenerationJob, param: str) -> FimTokens:
-    """The model's own tokens around gaps; raises ApiError naming `param` where it has none."""
+    """The model's fill-in-the-middle tokens; raises ApiError naming `param` if it has none."""
     if job.state.text.fill_in is None:
         raise bad_request(
-            "this model's tokenizer has no tokens for fill-in-the-middle that are known here: ask for a completion of what "
-            "stands before the gap, or serve a model that was taught to fill gaps, such as Qwen2.5-Coder",
+            "this model's tokenizer has no known tokens for fill-in-the-middle: request a completion of the text before the gap, "
+            "or serve a model that was trained to fill gaps, such as Qwen2.5-Coder",
             param,
             "no_fill_in_the_middle",
         )
@@ -95,7 +100,7 @@ def require_fill_in(job: GenerationJob, param: str) -> FimTokens:
 
 
 def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
-    """Raise ApiError where this model, or this body, leaves no way to fill a gap."""
+    """Raise ApiError if this model cannot fill gaps, or a field of the body excludes it."""
     require_fill_in(job, "suffix")
     if body.truncate_prompt_tokens is not None:
         raise bad_request(
@@ -105,7 +110,7 @@ def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
 
 
 async def fill_in_prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
-    """Prompts that ask for what stands between each of them and `suffix`."""
+    """Prompts for the text between each given prompt and `suffix`."""
     text, most = job.state.text, job.size.longest_prompt
     fill_in = require_fill_in(job, "suffix")
     assert body.suffix
@@ -113,8 +118,8 @@ async def fill_in_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
     after = await _encode_part(job, body.suffix, "suffix")
     if len(given) * len(after) > MAX_SUFFIX_TOKENS:
         raise bad_request(
-            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MAX_SUFFIX_TOKENS} are "
-            "made of it: send fewer prompts at once",
+            f"suffix has {len(after)} tokens and follows each of {len(given)} prompts; at most {MAX_SUFFIX_TOKENS} tokens are "
+            "allowed in all: send fewer prompts at once",
             "suffix",
         )
     if isinstance(given[0], str):
@@ -130,7 +135,7 @@ async def fill_in_prompts(job: GenerationJob, body: CompletionRequest) -> list[P
 
 
 async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
-    """The ids of a text beside a gap; raises ApiError for one that cannot fit, before looking at what is in it."""
+    """The ids of a text next to a gap; raises ApiError for one that cannot fit, before tokenizing it."""
     service, most = job.state.text, job.size.longest_prompt
     await service.check_text_length(len(text), most, truncated=False, param=param)
     pieces = await service.run_in_thread(require_fill_in(job, param).pieces, text)
@@ -158,19 +163,11 @@ def _build_fill_in_prompts(
 
 
 # ---- parts that are cut to fit ---------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class FittedPrompt:
-    """truncated: whether anything of what was given is missing."""
+async def fit_infill_prompt(job: GenerationJob, body: InfillRequest) -> tuple[Prompt, bool]:
+    """(prompt, whether anything was cut): as much of each part as fits into the context next to the response.
 
-    prompt: Prompt
-    truncated: bool
-
-
-async def fit_infill_prompt(job: GenerationJob, body: InfillRequest) -> FittedPrompt:
-    """The prompt of an editor, who sends what there is: of each part as much as the context holds beside the answer.
-
-    Before the gap the end is kept and behind it the start, that being at most a quarter of the room where both are long. What
-    is left goes to whole passages, the last ones given first.
+    The end of the text before the gap and the start of the text after it are kept, the latter at most a quarter of the tokens
+    if both are long. The remaining tokens are used for entire passages, from the last one backwards.
     """
     fill_in = require_fill_in(job, "input_prefix")
     longest = job.size.longest_prompt
@@ -181,30 +178,30 @@ async def fit_infill_prompt(job: GenerationJob, body: InfillRequest) -> FittedPr
     typed, cut_typed = await _encode_truncated(job, body.prompt or "", free_tokens, "prompt", keep_first=False)
     after, cut_after = await _encode_truncated(job, body.input_suffix, free_tokens, "input_suffix", keep_first=True)
     before = before + typed
-    behind = min(len(after), max(free_tokens // 4, free_tokens - len(before)))
-    ahead = min(len(before), free_tokens - behind)
-    cut = cut_before or cut_typed or cut_after or behind < len(after) or ahead < len(before)
-    around, left_out = await _passages(job, fill_in, body.input_extra or [], free_tokens - behind - ahead)
+    following = min(len(after), max(free_tokens // 4, free_tokens - len(before)))
+    preceding = min(len(before), free_tokens - following)
+    cut = cut_before or cut_typed or cut_after or following < len(after) or preceding < len(before)
+    around, left_out = await _passages(job, fill_in, body.input_extra or [], free_tokens - following - preceding)
     ids = fill_in.prompt(
-        before[len(before) - ahead :],
-        after[:behind],
+        before[len(before) - preceding :],
+        after[:following],
         add_special_tokens=body.add_special_tokens is not False,
         around=around,
     )
-    return FittedPrompt(Prompt(ids), cut or left_out)
+    return Prompt(ids), cut or left_out
 
 
 async def _encode_truncated(
     job: GenerationJob, text: str, most: int, param: str, *, keep_first: bool
 ) -> tuple[list[int], bool]:
-    """The first or last ids of a text, at most so many, and whether any are missing."""
+    """The first or last ids of a text, at most `most`, and whether any were cut."""
     service, tokenizer = job.state.text, job.state.tokenizer
-    # So many characters come to enough tokens for certain; what is beyond them need not be looked at.
+    # These characters certainly have enough tokens, so the rest is not tokenized.
     enough = await service.run_in_thread(lambda: (most + 1) * tokenizer.max_token_chars)
     enough = min(enough, job.state.settings.max_tokenize_chars)
     short = text[:enough] if keep_first else text[-enough:]
     pieces = await service.run_in_thread(require_fill_in(job, param).pieces, short)
-    kept = pieces[:most] if keep_first else pieces[-most:]  # each has a token at least
+    kept = pieces[:most] if keep_first else pieces[-most:]  # each has at least one token
     encoded = await service.encode(
         kept,
         add_special_tokens=False,
@@ -247,7 +244,7 @@ async def _passages(
 
 
 async def _append_encoded(job: GenerationJob, ids: list[int], text: str) -> list[int]:
-    """Ids, and those of a text behind them."""
+    """Ids followed by those of a text."""
     encoded, _ = (
         await _encode_truncated(job, text, job.size.longest_prompt, "input_extra", keep_first=True)
         if text

@@ -1,4 +1,4 @@
-"""Rotary scaling of a request: what it may ask for and what it gets."""
+"""Rotary scaling of a request: checks, plan and report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 NOT_ALLOWED = "rope_scaling_not_allowed"
-
 _MAX_LISTED_NAMES = 20  # of profiles in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a request asked for, found to fit the model. None means the server's default, `AUTO` the least that it needs."""
+    """The checked scaling of a request. scaling: None for the server's default, `AUTO` for the least that the length needs."""
 
     scaling: RopeScaling | None
     update: RopeUpdate | None
@@ -35,58 +34,55 @@ class Rotation:
     planner: RotaryPlanner
 
     def plan(self, longest: int) -> RotaryPlan:
-        """What the engine plans for a request of at most `longest` tokens."""
+        """The engine's plan for a request of at most `longest` tokens."""
         return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
 
     def metric_label(self, requested: Any) -> str:
-        """What it is counted under: the name of a profile, "auto", the kind, or "default". asked: the body's field."""
+        """Metric label: profile name, "auto", kind or "default". requested: field of the body."""
         if isinstance(requested, str):
             return requested
         return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that a request may come to; None: nothing here says so."""
+        """Length at which the thresholds of `auto` end; None if there is no such limit."""
         ladder = self.planner.ladder
         return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
 
     def limit_context(self, size: ContextSize) -> ContextSize:
-        """What a context of this size may hold, where the steps of a ladder end before it does."""
+        """The context size, shortened if the thresholds of `auto` end before it."""
         most = self.longest
         return size if most is None or size.rotary_length <= most else replace(size, longest=min(size.longest, most))
 
     def check_length(self, prompt_tokens: int, max_tokens: int, size: ContextSize) -> None:
-        """Raise RequestError for output that was asked for and that no step of the ladder holds behind such a prompt.
-
-        size: what the context holds, before `limit_context`.
-        """
+        """Raise RequestError if prompt and requested output exceed the thresholds of `auto`. size: before `limit_context`."""
         most = self.longest
         if most is None or prompt_tokens >= most or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
             return
         raise RequestError(
             f"max_tokens: {prompt_tokens} tokens of prompt and {max_tokens} of output are more than the {most} that "
-            f"rope_scaling auto takes on this server: ask for at most {most - prompt_tokens}, or name a scaling",
+            f"rope_scaling auto allows on this server: ask for at most {most - prompt_tokens}, or name a scaling",
             "max_tokens",
             "context_length_exceeded",
         )
 
 
 def build_planner(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
-    """Plans as the engine does."""
+    """A planner with the engine's settings."""
     return RotaryPlanner(info.rotary_groups, settings.rope_update, info.rotary_ladder, info.rotary_auto)
 
 
 def resolve_rotation(
     rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
 ) -> Rotation:
-    """The rotation of a generation request; raises RequestError naming the field and what it may be.
+    """The rotation of a request; raises RequestError naming the field and its allowed values.
 
-    rope_scaling: the body's field: an object, a profile's name, "auto" or None.
+    rope_scaling: field of the body: an object, a profile's name, "auto" or None.
     """
     _check_allowed(rope_scaling, rope_update, settings)
     rotation = parse_rotation(rope_scaling, rope_update, settings, info)
     if rotation.scaling is not None and rotation.scaling.depends_on_length:
-        # Kinds that follow the length may leave the range of usable frequencies only there.
+        # These kinds may exceed the range of usable frequencies only at full length.
         rotation.plan(info.max_model_len).stage(info.max_model_len)
     return rotation
 
@@ -94,7 +90,7 @@ def resolve_rotation(
 def parse_rotation(
     rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
 ) -> Rotation:
-    """`resolve_rotation` whatever the operator allows, for questions that generate nothing."""
+    """`resolve_rotation` regardless of the server's rope policy, for requests without output."""
     scaling, planner = _parse_scaling(rope_scaling, settings.rope_profiles), build_planner(settings, info)
     if planner.chooses(scaling):
         planner.plan(1, scaling)
@@ -106,7 +102,7 @@ def parse_rotation(
 
 
 def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGroup, ...]) -> None:
-    """Raise LoadError, naming the profile, for one that this model cannot run."""
+    """Raise LoadError, naming the profile, if this model does not support one."""
     for name, scaling in profiles.items():
         try:
             apply_scaling(groups, scaling, param=f"{OPTION} {name}")
@@ -115,9 +111,9 @@ def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGrou
 
 
 def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport:
-    """The report of a sample that the server itself ended after `tokens` tokens, of which the engine knows nothing yet.
+    """The report of a sample that the server, not the engine, ended after `tokens` tokens.
 
-    The last of these tokens was drawn and not computed: the context was one shorter.
+    The last of these tokens was sampled but not computed, so the context is one shorter.
     """
     length = prompt_tokens + max(tokens - 1, 0)
     if plan.policy != "rotate":
@@ -130,7 +126,7 @@ def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport
 
 
 def check_has_rotary(info: ModelInfo) -> None:
-    """Raise RequestError for a model none of whose layers rotates."""
+    """Raise RequestError for a model without rotary layers."""
     why = main_group(info.rotary_groups).base.unrotated
     if why is not None:
         raise RequestError(f"this model does not rotate: {why}", "model", "no_rotation")

@@ -14,22 +14,24 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.engine.rotary.auto_scaling import AutoScalingThresholds
 from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
 from windlass.engine.rotary.rotary_policy import RotaryReport, make_auto_plan
-from windlass.server.serving.deltas import SampleReport
 from windlass.server.text.tokenizer import TextOffsets
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
+
+
 class JsonList:
-    """A JSON array written as its items come; only their text is kept. size: bytes of that text."""
+    """A JSON array that is encoded as items are added; only its text is stored. size: bytes of that text."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self.size = 0
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Append items. Give at most a few hundred at once: they are written in one go."""
+        """Append items. At most a few hundred at once: encoding them blocks the event loop."""
         if items:
             part = to_json(items)[1:-1]
             self._parts.append(part)
@@ -82,29 +84,26 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
 
 
 def encode(value: Any) -> bytes:
-    """The same as one piece."""
+    """The text of `encode_pieces` in one piece."""
     return b"".join(encode_pieces(value))
 
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot carry
-
-
 def token_name(token_id: int) -> str:
-    """How a token is called where texts, of which several tokens may have the same, will not do."""
+    """Unambiguous name of a token; several tokens may have the same text."""
     return f"token_id:{token_id}"
 
 
 def clamp_logprob(logprob: float) -> float:
-    """The log-probability, or LOWEST for one that JSON could not carry (minus infinity, not a number)."""
+    """The log-probability, or MIN_LOGPROB for minus infinity and NaN, which JSON does not have."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 class CompletionLogprobLists:
-    """Builds the parallel lists of a completions choice, over as many chunks as it takes.
+    """Builds the parallel lists of a completions choice, chunk by chunk.
 
-    top: alternatives per token, as the caller asked for. Each of `top_logprobs` also holds the token that stands
-    there, so it may have top + 1 entries; of two alternatives with one text the likelier counts.
-    start: characters that stand before the first token. names: call tokens by their ids.
+    top: alternatives per token. Each entry of `top_logprobs` also has the token itself, so it may have top + 1 items; of two
+    alternatives with the same text the more probable one is used.
+    start: characters before the first token. names: name tokens by their ids.
     """
 
     def __init__(
@@ -116,11 +115,11 @@ class CompletionLogprobLists:
 
     @property
     def position(self) -> int:
-        """Where the next token will begin, in characters."""
+        """Offset of the next token in characters."""
         return self._offsets.position
 
     def layout(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """`token_ids` and `entries` are parallel; an entry is None for a token that nothing stands before."""
+        """The lists of further tokens, one entry each; None for a token without a preceding one."""
         text = self._text
         tokens: list[str] = []
         logprobs: list[float | None] = []
@@ -146,7 +145,7 @@ class CompletionLogprobLists:
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, *, names: bool = False
 ) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice. names: call tokens by their ids; their bytes are there all the same."""
+    """The `logprobs` object of a chat choice. names: name tokens by their ids."""
     text = token_name if names else tokenizer.token_text
 
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def chat_logprobs(
 def prompt_logprobs_object(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], top: int
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` of an answer: per prompt token an object by token id, null for the first."""
+    """`prompt_logprobs` of a response: an object by token id for each prompt token, null for the first."""
     result: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:
@@ -193,16 +192,10 @@ def prompt_logprobs_object(
     return result
 
 
-def sample_object(report: SampleReport, dropped_turns: int | None) -> dict[str, Any]:
-    """The `rotary` field of an answer. dropped_turns: None where none may be."""
-    context = context_object(report.context, report.rule)
-    if dropped_turns is not None:
-        context = {**(context or {}), "dropped_turns": dropped_turns}
-    return rotary_object(report.rotary, context)
-
-
-def rotary_object(report: RotaryReport, context: dict[str, int] | None) -> dict[str, Any]:
-    """A scaling as answers show it, with what became of the context, where anything did."""
+def rotary_object(
+    report: RotaryReport, context: ContextReport | None, rule: ContextRule, dropped_turns: int | None
+) -> dict[str, Any]:
+    """The `rotary` field of a response. dropped_turns: of a chat, None if none may be dropped."""
     shown: dict[str, Any] = {
         "rope_type": report.rope_type,
         "parameters": report.parameters,
@@ -213,18 +206,21 @@ def rotary_object(report: RotaryReport, context: dict[str, int] | None) -> dict[
     }
     if report.groups:
         shown["groups"] = report.groups
-    if context:
-        shown["context"] = context
+    context_fields = _context_object(context, rule)
+    if dropped_turns is not None:
+        context_fields["dropped_turns"] = dropped_turns
+    if context_fields:
+        shown["context"] = context_fields
     if report.auto is not None:
         shown["auto"] = report.auto
     return shown
 
 
-def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int] | None:
-    """What became of a context: what applies alone."""
-    if report is None:
-        return None
+def _context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int]:
+    """The fields that apply under `rule`; empty without a report."""
     shown: dict[str, int] = {}
+    if report is None:
+        return shown
     if rule.attention_window is not None:
         shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
     elif report.window is not None:
@@ -240,12 +236,12 @@ def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str,
 
 
 def model_rotary_object(info: ModelInfo) -> dict[str, Any] | None:
-    """What `/v1/models` tells of it; None for a model that does not rotate."""
+    """The `rotary` field of `/v1/models`; None for a model without rotary attention."""
     return groups_object(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
 
 
 def groups_object(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
-    """The main group's scaling and dimensions, and under `groups` every group's."""
+    """Scaling and dimensions of the main group, and of every group under `groups`."""
     described = {group.name: _group(group) for group in groups}
     return {**described[groups[0].name], "groups": described}
 
@@ -261,7 +257,7 @@ def _group(group: RotaryGroup) -> dict[str, Any]:
 
 
 def auto_scaling_object(info: ModelInfo) -> dict[str, Any] | None:
-    """What `auto` chooses from, as answers show it; None for a model that cannot be scaled."""
+    """The thresholds of `auto`; None for a model that cannot be scaled."""
     if info.rotary_ladder is None:
         return None
     return {"default": info.rotary_auto, "steps": _steps(info.rotary_ladder, info.max_model_len)}
@@ -269,7 +265,7 @@ def auto_scaling_object(info: ModelInfo) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=8)
 def _steps(ladder: AutoScalingThresholds, longest: int) -> list[dict[str, Any]]:
-    """The stages of a request that grows to `longest` tokens, as far as there are steps for it."""
+    """The stages of a request that grows to `longest` tokens, up to the last threshold."""
     longest = longest if ladder.end is None else min(longest, ladder.end)
     plan, shown = make_auto_plan(ladder, longest, "recompute"), []
     length: int | None = 1

@@ -1,88 +1,75 @@
-"""Response writers: the envelope, usage, best_of, and the expected size of a response."""
+"""Response writers: envelope, choices, usage and best_of, within a byte budget."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.errors import response_too_large
-from windlass.server.serving.deltas import Delta, SampleReport, TokenUsage
-from windlass.server.serving.response_format import (
-    JsonList,
-    encode,
-    encode_pieces,
-    prompt_logprobs_object,
-    sample_object,
-)
+from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.job import GenerationJob, envelope
+from windlass.server.serving.response_format import JsonList, encode_pieces, prompt_logprobs_object
 from windlass.server.text.service import Prompt
 
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
-
-
-class Writer(Protocol):
-    """Writes one request's answer: `event` and `last_event` of a stream, `add` and `pieces` of a whole answer."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of what is kept."""
-
-    def event(self, delta: Delta) -> bytes:
-        """The events of one delta; empty where there is nothing to say yet."""
-
-    def last_event(self) -> bytes:
-        """What comes behind the events of all deltas."""
-
-    def add(self, delta: Delta) -> None:
-        """Keep what a delta brings. Raises ApiError where the answer becomes too large."""
-
-    def pieces(self) -> list[bytes]:
-        """The whole answer's JSON, once all deltas have come."""
-
-    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Lay out a prompt's log-probabilities."""
-
-
+ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are encoded at once
+LARGE_RESPONSE_BYTES = 256 * 1024  # from which encoding a response would block the event loop
 T = TypeVar("T")
 
-ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are written in one go
 
-LARGE_RESPONSE_BYTES = 256 * 1024  # bytes from which writing it would hold up the event loop
+class ByteBudget:
+    """Counts the bytes that are collected for a response."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count `size` more bytes; raises ApiError above the limit."""
+        self.size += size
+        if self.size > self._limit:
+            raise response_too_large(self.size, self._limit)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """What the caller wants to see.
+class Writer(ABC):
+    """Writes the response of one request: `event` and `last_event` for streams, `add` and `pieces` otherwise.
 
-    n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
-    logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
-    dropped_turns: how many were left out of a chat, None where none may be.
-    tokens_as_ids: in log-probabilities tokens are called "token_id:17" rather than by their texts, which may be equal.
-    usage_at_end, usage_always: `stream_options`.
-    max_bytes: a whole answer that grows larger is refused.
+    budget: bytes of a response, or of the parts of a stream that are stored.
     """
 
-    n: int = 1
-    samples: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    skip_special_tokens: bool = True
-    dropped_turns: int | None = None
-    usage_at_end: bool = False
-    usage_always: bool = False
-    max_bytes: int = 2**63
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        self.job = job
+        self.token_usage = token_usage
+        self.budget = ByteBudget(job.state.settings.max_response_bytes)
+
+    @abstractmethod
+    def event(self, delta: Delta) -> bytes:
+        """The events of one delta; empty if there are none yet."""
+
+    def last_event(self) -> bytes:
+        """The events after those of all deltas."""
+        return b""
+
+    @abstractmethod
+    def add(self, delta: Delta) -> None:
+        """Collect a delta. Raises ApiError if the response becomes too large."""
+
+    @abstractmethod
+    def pieces(self) -> list[bytes]:
+        """The response as JSON, after all deltas. Call it on a thread if it is large."""
+
+    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Encode the log-probabilities of a prompt. Call it on a thread: long prompts take a while."""
+        raise AssertionError("this API has no log-probabilities of prompts")
 
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """A choice put together from its deltas. logprob_sum, num_logprobs: of its own tokens, for best_of."""
+    """A choice collected from its deltas. logprob_sum, num_logprobs: of the generated tokens, for best_of."""
 
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -90,65 +77,67 @@ class CollectedChoice:
     num_logprobs: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    report: SampleReport | None = None
+    rotary: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append what a delta brings."""
+        """Append a delta."""
         self.parts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprob_sum += sum(entry.logprob for entry in delta.logprobs)
         self.num_logprobs += len(delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            self.report = delta.report
+            self.rotary = delta.rotary
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
     def mean_logprob(self) -> float:
-        """What best_of ranks by: log-probability per token."""
+        """Log-probability per token, by which best_of ranks."""
         return self.logprob_sum / self.num_logprobs if self.num_logprobs else float("-inf")
 
 
-class ChoiceWriter(ABC):
-    """Writes one request's answer. `event` for streams; `add` and `answer` for whole answers.
+class ChoiceWriter(Writer):
+    """Writes responses that have choices.
 
-    Log-probabilities are turned into JSON as they come, so that a whole answer keeps their text and not millions of
-    objects. envelope: the fields every chunk begins with (id, object, created, model).
+    Log-probabilities are encoded as they come, so that a large response is stored as text instead of millions of objects.
+    prefix, kind: of the response's id, and its `object`.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Prompt],
-        token_usage: TokenUsage,
-        options: ResponseOptions,
-        envelope: dict[str, Any],
+        self, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage, prefix: str, kind: str
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(job, token_usage)
+        state, usage = job.state, job.body.stream_options
+        self.tokenizer = state.tokenizer
         self.prompts = prompts
-        self.token_usage = token_usage
-        self.options = options
-        self.envelope = envelope
+        self.samples = job.sampling.n  # per prompt; the best `n` of them are shown
+        self.token_ids = bool(job.body.return_token_ids)
+        self.names = bool(job.body.return_tokens_as_token_ids)  # "token_id:17" instead of texts, which may be ambiguous
+        self.usage_at_end = bool(usage and usage.include_usage)
+        self.usage_always = bool(usage and usage.include_usage and usage.continuous_usage_stats)
+        self.envelope = {
+            **envelope(prefix, kind, job),
+            "system_fingerprint": state.fingerprint_with_adapter(job.info, job.adapter),
+        }
         self.prompt_objects: dict[int, JsonList] = {}
         self.results: dict[int, CollectedChoice] = {}
-        # A plain chunk is joined from bytes: everything but its text is known beforehand.
-        self._head = b"data: " + to_json(envelope)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
-        self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
+        # A plain chunk is joined from bytes, because only its text varies.
+        self._head = b"data: " + to_json(self.envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.usage_at_end else b"]}\n\n"
+        self._detailed = job.logprobs is not None or self.token_ids or self.usage_always
         self._begun: set[int] = set()
-        self._reports: dict[int, dict[str, Any]] = {}  # of the choices of a stream that ended
-        self.size = 0  # bytes of what is kept for a whole answer, or for the first events of a stream
+        self._rotary: dict[int, dict[str, Any]] = {}  # of the finished choices of a stream
 
-    # ---- to be filled in ---------------------------------------------------------------------------------------------
+    # ---- per API -----------------------------------------------------------------------------------------------------
     @abstractmethod
     def begin(self, choice: int) -> bytes:
-        """Events that come before everything else of a choice."""
+        """First events of a choice."""
 
     @abstractmethod
     def plain(self, choice: int, text: bytes) -> bytes:
-        """The choice object of a chunk that brings nothing but text; `text` is a JSON string."""
+        """The choice object of a chunk with text only. text: as a JSON string."""
 
     @abstractmethod
     def detailed_choice(self, delta: Delta) -> dict[str, Any]:
@@ -156,19 +145,18 @@ class ChoiceWriter(ABC):
 
     @abstractmethod
     def whole(self, index: int, choice: int, result: CollectedChoice) -> dict[str, Any]:
-        """The choice object of a whole answer; `index` is the number it gets, `choice` the output it shows."""
+        """The choice object of a response. index: its number. choice: the output that it shows."""
 
     @abstractmethod
     def store_logprobs(self, delta: Delta) -> int:
-        """Keep the log-probabilities of a delta for `whole`; returns the bytes they take."""
+        """Store the log-probabilities of a delta for `whole`; returns their bytes."""
 
     def extra_fields(self) -> dict[str, Any]:
-        """Further top-level fields of a whole answer."""
+        """Further top-level fields of a response."""
         return {}
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta; empty where there is nothing to say yet."""
         first = b""
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -181,58 +169,45 @@ class ChoiceWriter(ABC):
 
     def report(self, delta: Delta) -> dict[str, Any]:
         """The `rotary` field of a chunk that ends a choice."""
-        report_object = self.report_object(delta.report)
-        if report_object is None:
+        if delta.rotary is None:
             return {}
-        self._reports[delta.choice] = report_object
-        return {"rotary": report_object}
-
-    def report_object(self, report: SampleReport | None) -> dict[str, Any] | None:
-        """A report as answers have it."""
-        return None if report is None else sample_object(report, self.options.dropped_turns)
+        self._rotary[delta.choice] = delta.rotary
+        return {"rotary": delta.rotary}
 
     def last_event(self) -> bytes:
-        """The usage chunk, where it was asked for."""
-        if not self.options.usage_at_end:
+        """The usage chunk, if requested."""
+        if not self.usage_at_end:
             return b""
         payload = {**self.envelope, "choices": [], "usage": usage_object(self.token_usage)}
-        if self._reports:
-            payload["rotary"] = self._reports[min(self._reports)]
+        if self._rotary:
+            payload["rotary"] = self._rotary[min(self._rotary)]
         return b"data: " + to_json(payload) + b"\n\n"
 
-    def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
-        """One chunk as an event."""
+    def chunk(self, choices: list[dict[str, Any]], encoder: Callable[[Any], bytes] = to_json, **fields: Any) -> bytes:
+        """One chunk as an event. encoder: `encode` for a chunk that may contain `JsonList`s."""
         payload = {**self.envelope, "choices": choices, **fields}
-        if self.options.usage_always:
-            payload["usage"] = usage_object(self.token_usage)
-        elif self.options.usage_at_end:
-            payload["usage"] = None
-        return b"data: " + to_json(payload) + b"\n\n"
+        if self.usage_at_end:
+            payload["usage"] = usage_object(self.token_usage) if self.usage_always else None
+        return b"data: " + encoder(payload) + b"\n\n"
 
-    def opening(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
-        """A chunk that may hold lists written in pieces."""
-        payload = {**self.envelope, "choices": choices, **fields}
-        if self.options.usage_at_end or self.options.usage_always:
-            payload["usage"] = usage_object(self.token_usage) if self.options.usage_always else None
-        return b"data: " + encode(payload) + b"\n\n"
-
-    # ---- whole answers -----------------------------------------------------------------------------------------------
+    # ---- responses ---------------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Keep what a delta brings until `answer`. Raises ApiError where the answer becomes too large."""
         self.results.setdefault(delta.choice, CollectedChoice()).add(delta)
-        self.count_bytes(len(delta.text))
-        if self.options.logprobs is not None:
-            self.count_bytes(self.store_logprobs(delta))
+        self.budget.add(len(delta.text) + (4 * len(delta.token_ids) if self.token_ids else 0))
+        if self.job.logprobs is not None:
+            self.budget.add(self.store_logprobs(delta))
 
     def pieces(self) -> list[bytes]:
-        """The answer's JSON once every choice has finished. Slow for large ones: call it beside the event loop then."""
         return list(encode_pieces(self.answer()))
 
     def answer(self) -> dict[str, Any]:
-        """The answer as an object; long lists in it are `JsonList`."""
-        n, samples = self.options.n, self.options.samples
+        """The response as an object; long lists in it are `JsonList`.
+
+        `rotary` is that of the first choice; if the choices differ, each has its own too.
+        """
+        n, samples = self.job.body.n or 1, self.samples
         choices: list[dict[str, Any]] = []
-        reports: list[dict[str, Any] | None] = []
+        rotary: list[dict[str, Any] | None] = []
         for prompt_index in range(len(self.prompts)):
             outputs = range(prompt_index * samples, (prompt_index + 1) * samples)
             if n < samples:
@@ -240,39 +215,28 @@ class ChoiceWriter(ABC):
                 outputs = best[:n]  # type: ignore[assignment]
             for choice in outputs:
                 choices.append(self.whole(len(choices), choice, self.results[choice]))
-                reports.append(self.report_object(self.results[choice].report))
-        rotary = self._attach_reports(choices, reports)
+                rotary.append(self.results[choice].rotary)
+        if any(found != rotary[0] for found in rotary):
+            for choice_object, found in zip(choices, rotary, strict=True):
+                if found is not None:
+                    choice_object["rotary"] = found
         return {
             **self.envelope,
             "choices": choices,
             **self.extra_fields(),
-            **rotary,
+            **({} if rotary[0] is None else {"rotary": rotary[0]}),
             "usage": usage_object(self.token_usage),
         }
 
-    def _attach_reports(self, choices: list[dict[str, Any]], reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
-        first = reports[0]
-        if any(report != first for report in reports):
-            for choice, report in zip(choices, reports, strict=True):
-                if report is not None:
-                    choice["rotary"] = report
-        return {} if first is None else {"rotary": first}
-
-    def count_bytes(self, size: int) -> None:
-        """Count bytes that are kept. Raises ApiError where they become too many."""
-        self.size += size
-        if self.size > self.options.max_bytes:
-            raise response_too_large(self.size, self.options.max_bytes, grown=True)
-
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Lay out a prompt's log-probabilities. Slow for long prompts: call it beside the event loop."""
-        if self.options.prompt_logprobs is not None:
+        top = self.job.body.prompt_logprobs
+        if top is not None:
             found = self.prompt_objects[prompt_index] = JsonList()
             for piece in in_batches(entries):
-                found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
-            self.count_bytes(found.size)
+                before = found.size
+                found.extend(prompt_logprobs_object(self.tokenizer, piece, top))
+                self.budget.add(found.size - before)
 
 
 def usage_object(token_usage: TokenUsage) -> dict[str, Any]:
@@ -289,46 +253,6 @@ def usage_object(token_usage: TokenUsage) -> dict[str, Any]:
 
 
 def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The items, as many at once as are written in one go."""
+    """The items in batches of `ITEMS_PER_WRITE`."""
     for start in range(0, len(items), ITEMS_PER_WRITE):
         yield items[start : start + ITEMS_PER_WRITE]
-
-
-# Bytes of JSON per token, for vocabularies whose tokens have about six characters and log-probabilities of 18 digits.
-TEXT = 6
-
-TOKEN_ID = 6
-
-COMPLETION_LOGPROBS = 42  # its text, its own log-probability, its offset, and the braces of its alternatives
-
-COMPLETION_ALTERNATIVE = 32
-
-CHAT_LOGPROBS = 25
-
-CHAT_ALTERNATIVE = 90  # text, log-probability and bytes
-
-PROMPT_LOGPROBS = 3
-
-PROMPT_ALTERNATIVE = 72  # id, log-probability, rank and text
-
-
-def estimate_bytes(
-    options: ResponseOptions, lengths: Iterable[tuple[int, int]], *, chat: bool, echo: bool, stream: bool
-) -> int:
-    """Bytes of the answer, or of what a stream keeps for its first events.
-
-    lengths: per prompt its tokens and the most that may be generated.
-    """
-    logprobs, prompt_logprobs = options.logprobs, options.prompt_logprobs
-    token = 0
-    if logprobs is not None:
-        each, alternative = (CHAT_LOGPROBS, CHAT_ALTERNATIVE) if chat else (COMPLETION_LOGPROBS, COMPLETION_ALTERNATIVE)
-        token = each + alternative * (logprobs + 1)
-    ids = TOKEN_ID if options.return_token_ids else 0
-    of_prompt = ids + (TEXT + token if echo else 0)
-    if prompt_logprobs is not None:
-        of_prompt += PROMPT_LOGPROBS + PROMPT_ALTERNATIVE * (prompt_logprobs + 1)
-    of_generated = TEXT + ids + token
-    if stream:
-        return sum(of_prompt * prompt for prompt, _ in lengths)
-    return sum(options.n * of_prompt * prompt + options.samples * of_generated * most for prompt, most in lengths)

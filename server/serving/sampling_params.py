@@ -1,4 +1,4 @@
-"""From request fields to `SamplingParams`: defaults, checks and the limit of the context."""
+"""`SamplingParams` of a request: defaults, checks and the limit of the context."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.generation import GenerationRequest
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
-
 NEUTRAL = SamplingDefaults()
-
-MIN_TEMPERATURE = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
+MIN_TEMPERATURE = 1e-6  # lower ones select the argmax anyway, and 1/temperature must stay finite
 
 
 def resolve_max_tokens(body: GenerationRequest, default: int) -> int:
-    """`max_tokens` or `max_completion_tokens` or the default; raises ApiError where the two differ."""
+    """`max_tokens`, `max_completion_tokens` or the default; raises ApiError if the two differ."""
     first, second = body.max_tokens, body.max_completion_tokens
     if first is not None and second is not None and first != second:
         raise bad_request(
@@ -30,7 +28,7 @@ def resolve_max_tokens(body: GenerationRequest, default: int) -> int:
 
 
 def samples_per_prompt(body: GenerationRequest) -> tuple[int, int]:
-    """(n, best_of); raises ApiError where best_of is below n or cannot be streamed."""
+    """(n, best_of); raises ApiError if best_of is below n or cannot be streamed."""
     n = 1 if body.n is None else body.n
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:
@@ -50,10 +48,9 @@ def build_sampling(
     prompt_logprobs: int | None,
     defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
-    """Parameters of all prompts of a request, but for what takes tokenizing; raises ApiError naming the field.
+    """Parameters of all prompts of a request, without those that need tokenizing; raises ApiError naming the field.
 
-    samples: outputs per prompt. max_tokens: as asked, not yet clamped (see `fit_to_context`). defaults: what holds where the
-    body says nothing.
+    samples: outputs per prompt. max_tokens: as requested, see `fit_to_context`. defaults: for fields that are not set.
     """
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -90,7 +87,7 @@ def build_sampling(
 
 
 def _repeats(body: GenerationRequest) -> RepeatPenalty | None:
-    """The penalty on repeats without its breakers, whose tokens are not known yet; None where it is off."""
+    """The penalty on repeats without the tokens of its breakers; None if it is off."""
     given = body.dry_penalty_last_n
     last_n = MAX_REPEAT_WINDOW if given is None or given < 0 else given
     if not body.dry_multiplier or not last_n:
@@ -104,12 +101,12 @@ def _repeats(body: GenerationRequest) -> RepeatPenalty | None:
 
 
 def sequence_breakers(body: GenerationRequest) -> list[str]:
-    """The texts that no sequence goes past."""
+    """Texts that end a repeated sequence."""
     return list(DEFAULT_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
 
 
 def fit_to_context(max_tokens: int, prompt_tokens: int, size: ContextSize, *, param: str) -> int:
-    """`max_tokens` clamped to what the context leaves; raises ApiError where the prompt leaves nothing.
+    """`max_tokens` clamped to the rest of the context; raises ApiError if the prompt leaves nothing.
 
     With max_tokens 0 (scoring) the prompt may fill the whole context.
     """

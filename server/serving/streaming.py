@@ -1,4 +1,4 @@
-"""Streaming to a client: late headers, server-sent events, keep-alives, disconnects, deadlines."""
+"""Streaming to a client: delayed headers, server-sent events, keep-alives, disconnects and deadlines."""
 
 from __future__ import annotations
 
@@ -13,83 +13,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from windlass.server.app.auth import CALLER
+from windlass.server.app.middleware import direct_send
 from windlass.server.app.state import ServerState, T
 from windlass.server.errors import ApiError, bad_request, error_body, internal_error, to_api_error
-from windlass.server.http.request_id import CALLER, direct_send, request_id
+from windlass.server.observability.logging import request_id
 
-SEND_SLICE_BYTES = 128 * 1024  # bytes handed to the server at once: it copies them, and the event loop waits meanwhile
-
-
-async def send_response(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], pieces: Sequence[bytes | bytearray]
-) -> None:
-    """Send a response whose body is known. headers: all but content-length."""
-    length = (b"content-length", str(sum(map(len, pieces))).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    last = b""
-    for part in _slices(pieces):
-        if last:
-            await send({"type": "http.response.body", "body": last, "more_body": True})
-        last = part
-    await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _slices(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
-    """The same bytes in pieces of SLICE, the last one shorter."""
-    held: list[bytes | bytearray] = []
-    size = 0
-    for piece in pieces:
-        for start in range(0, len(piece), SEND_SLICE_BYTES):
-            part = piece[start : start + SEND_SLICE_BYTES]
-            held.append(part)
-            size += len(part)
-            if size >= SEND_SLICE_BYTES:
-                yield b"".join(held)
-                held, size = [], 0
-    if held:
-        yield b"".join(held)
-
-
-class LargeJsonResponse(Response):
-    """A JSON answer that may be large, written as the client takes it."""
-
-    def __init__(self, body: bytes) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [(b"content-type", b"application/json")]
-        self._body = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_response(send, self.status_code, self.raw_headers, [self._body])
-
-
+SEND_SLICE_BYTES = 128 * 1024  # bytes sent at once: the server copies them on the event loop
 DONE = b"data: [DONE]\n\n"
-
 KEEP_ALIVE = b": keep-alive\n\n"
-
-ERROR_EVENT_TIMEOUT = 5.0  # a client that stopped reading does not get longer to take its error event
+ERROR_EVENT_TIMEOUT = 5.0  # for a client that stopped reading to receive its error event
 
 _logger = logging.getLogger("windlass.server")
-
 _JSON_HEADERS = [(b"content-type", b"application/json")]
-
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
 ]
-
-
-def sse(payload: dict[str, Any]) -> bytes:
-    """One server-sent event with a JSON object."""
-    return b"data: " + to_json(payload) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How the streams of one API fail and end, and what fills their silence. failure: the events of an error."""
+    """Stream events of one API: those of an error, the last one, and keep-alives."""
 
-    render_error: Callable[[ApiError], bytes] = lambda error: sse(error.body())
+    render_error: Callable[[ApiError], bytes] = lambda error: b"data: " + to_json(error.body()) + b"\n\n"
     done: bytes = DONE
     keep_alive: bytes = KEEP_ALIVE
 
@@ -98,13 +46,12 @@ OPENAI_STREAM = StreamFormat()
 
 
 class Exchange(Response):
-    """Runs `work(exchange)`, which sends its answer with `send_json` or `send_events` and `finish`.
+    """Runs `work(exchange)`, which responds with `send_json`, or with `send_events` and `finish`.
 
-    Headers go out with the first event, or with the first keep-alive comment: until then a failure of a stream is
-    still answered with its own status. When the client goes away the work is cancelled, which closes the engine's
-    stream and so aborts the request.
+    Headers are sent with the first event or keep-alive comment, so an earlier failure of a stream has its own status code. When
+    the client disconnects the work is cancelled, which closes the engine's stream and so aborts the request.
 
-    deadline: `time.monotonic()` seconds. The engine ends the request then; should it not, this does.
+    deadline: monotonic seconds. The engine ends the request then; if it does not, this class does.
     """
 
     def __init__(
@@ -123,59 +70,59 @@ class Exchange(Response):
         self._deadline = deadline
         self._format = stream_format
         self._scope: Scope
-        self._send: Send  # through all middlewares
-        self._send_direct: Send  # past them, for the bodies of streams
-        self._id = ""  # under which the log speaks of the request, and the client of its error
+        self._send: Send  # through all middleware
+        self._send_direct: Send  # bypasses middleware, for the bodies of streams
+        self._id = ""  # request id, for the log and the client
         self._task: asyncio.Task[Any] | None = None
-        self._closed = False  # the work is over: no more interruptions
+        self._closed = False  # the work has ended: no more interruptions
         self._disconnected = False
         self._stop_error: ApiError | None = None
         self._streaming = False
-        self._idle = True  # nothing was sent since the keep-alive timer last looked
+        self._idle = True  # nothing was sent since the last tick of the keep-alive timer
         self._sending = False
         self._keep_alive_timer: asyncio.TimerHandle | None = None
         self._keep_alive_task: asyncio.Task[None] | None = None
 
     @property
     def path(self) -> str:
-        """Of the endpoint that was asked for."""
+        """Path of the endpoint."""
         return str(self._scope["path"])
 
     @property
     def span(self) -> Any:
-        """The span of the exchange, None where there are none."""
+        """The tracing span of the exchange, if there is one."""
         return self._scope.get("windlass.span")
 
     @property
     def interruption_code(self) -> str:
-        """The code of what has ended the work from outside; empty where nothing has."""
+        """Error code of an interruption of the work; empty without one."""
         if self._disconnected:
             return "client_disconnected"
         return "" if self._stop_error is None else self._stop_error.code or str(self._stop_error.status)
 
     # ---- for the work ------------------------------------------------------------------------------------------------
     def begin_stream(self) -> None:
-        """Say that the answer is a stream: from now on silence is filled with keep-alive comments."""
+        """Begin a stream: from now on keep-alive comments are sent while there are no events."""
         if self._state.settings.stream_comment_seconds > 0:
             self._schedule_keep_alive()
 
     async def send_json(self, pieces: Sequence[bytes]) -> None:
-        """The whole answer: JSON text in pieces."""
+        """Send the response: JSON text in pieces."""
         await self._send_body(200, pieces, {})
 
     async def send_events(self, events: bytes) -> None:
-        """Events already encoded, one or several."""
+        """Send encoded events, one or several."""
         self._idle = False
         self._sending = True
         if not self._streaming:
             await self._start_stream()
-        for start in range(0, len(events), SEND_SLICE_BYTES):  # one, but for the log-probabilities of a long prompt
+        for start in range(0, len(events), SEND_SLICE_BYTES):  # several only for log-probabilities of a long prompt
             part = events[start : start + SEND_SLICE_BYTES]
             await self._send_direct({"type": "http.response.body", "body": part, "more_body": True})
         self._sending = False
 
     async def finish(self, events: bytes = b"") -> None:
-        """Last events of a stream, what its form ends with, and the end of the body."""
+        """Send the last events and the end of a stream."""
         self._stop_keep_alive()
         if not self._streaming:
             await self._start_stream()
@@ -183,7 +130,7 @@ class Exchange(Response):
 
     # ---- for the server ----------------------------------------------------------------------------------------------
     def stop(self, error: ApiError) -> None:
-        """End the exchange with this error; without effect once it is ending."""
+        """End the exchange with this error; no effect once it is ending."""
         self._interrupt(error, disconnected=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,7 +139,7 @@ class Exchange(Response):
         self._send = send
         self._send_direct = direct_send(scope, send)
         self._id = request_id(scope)
-        # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
+        # In a task of its own, awaiting a token does not resume through the framework's twenty frames.
         self._task = loop.create_task(self._run())
         watcher = loop.create_task(wait_for_disconnect(receive))
         watcher.add_done_callback(self._on_disconnect)
@@ -206,11 +153,11 @@ class Exchange(Response):
                 await self._task
         finally:
             self._closed = True
-            self._task.cancel()  # without effect unless the server itself is being torn down
+            self._task.cancel()  # no effect unless the server is shutting down
             self._state.unregister(self)
             self._stop_keep_alive()
             if self._keep_alive_task is not None:
-                self._keep_alive_task.cancel()  # not before: what is half sent, as the headers, the end relies on
+                self._keep_alive_task.cancel()  # only now: the end relies on headers that it may be sending
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
@@ -221,11 +168,11 @@ class Exchange(Response):
                 await self._work(self)
             except asyncio.CancelledError:
                 if self._stop_error is None and not self._disconnected:
-                    raise  # the server itself is being torn down
+                    raise  # the server is shutting down
                 assert self._task is not None
-                self._task.uncancel()  # what follows may await
+                self._task.uncancel()  # the code below may await
                 if self._disconnected:
-                    # The client cannot tell what became of its request, and may ask.
+                    # Logged for questions of the client, which does not know how its request ended.
                     _logger.info("request %s: the client left before its answer was complete", self._id)
                     self._state.metrics.count_error("client_disconnected")
                     return
@@ -246,7 +193,7 @@ class Exchange(Response):
     def _interrupt(self, reason: ApiError | None, *, disconnected: bool) -> None:
         if self._closed or self._task is None:
             return
-        self._closed = True  # one interruption is enough; a second could hit the error event that follows the first
+        self._closed = True  # a second interruption could cancel the error event of the first
         self._stop_error, self._disconnected = reason, disconnected
         self._task.cancel()
 
@@ -263,7 +210,7 @@ class Exchange(Response):
                 else:
                     await self._send_body(error.status, [to_json(error_body(error, self._scope))], error.headers)
         except TimeoutError:
-            _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
+            _logger.info("request %s: the client does not read; the stream ends without its error event", self._id)
 
     async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
         self._stop_keep_alive()
@@ -279,7 +226,7 @@ class Exchange(Response):
         self._keep_alive_timer = loop.call_later(self._state.settings.stream_comment_seconds, self._tick)
 
     def _tick(self) -> None:
-        # A timer beside the work costs nothing per token, where waiting for each token with a timeout would.
+        # Unlike a timeout on each token, a timer costs nothing per token.
         if self._closed:
             return
         if self._idle and not self._sending and (self._keep_alive_task is None or self._keep_alive_task.done()):
@@ -288,7 +235,7 @@ class Exchange(Response):
         self._schedule_keep_alive()
 
     async def _send_keep_alive(self) -> None:
-        # The answer may end in the turn in which this task was made, and while the headers wait for the client.
+        # The response may end before this task runs, and while the headers wait for the client.
         if self._closed or self._keep_alive_timer is None:
             return
         if not self._streaming:
@@ -303,21 +250,64 @@ class Exchange(Response):
             self._keep_alive_timer = None
 
 
+async def send_response(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], pieces: Sequence[bytes | bytearray]
+) -> None:
+    """Send a complete response. headers: without content-length."""
+    length = (b"content-length", str(sum(map(len, pieces))).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    last = b""
+    for part in _slices(pieces):
+        if last:
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        last = part
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _slices(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in pieces of about SEND_SLICE_BYTES."""
+    held: list[bytes | bytearray] = []
+    size = 0
+    for piece in pieces:
+        for start in range(0, len(piece), SEND_SLICE_BYTES):
+            part = piece[start : start + SEND_SLICE_BYTES]
+            held.append(part)
+            size += len(part)
+            if size >= SEND_SLICE_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+    if held:
+        yield b"".join(held)
+
+
+class LargeJsonResponse(Response):
+    """A JSON response that may be large, sent as fast as the client reads it."""
+
+    def __init__(self, body: bytes) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [(b"content-type", b"application/json")]
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_response(send, self.status_code, self.raw_headers, [self._body])
+
+
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Ends when the client has gone away, and takes what it still sends."""
+    """Wait until the client disconnects, discarding what it sends."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; the work is cancelled when the client goes away. Read the request's body before."""
+    """The result of the work, which is cancelled when the client disconnects. Read the request's body before."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise bad_request("the client went away", code="client_disconnected")  # nobody reads it
+        raise bad_request("the client went away", code="client_disconnected")  # for the log
     finally:
         for each in (task, watcher):
             each.cancel()

@@ -1,4 +1,4 @@
-"""Structured output: the form that a request demands, also behind reasoning."""
+"""Structured output: the form that a request requires, and its grammar after thinking."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.text.reasoning import HARMONY, ThinkingControl, ThinkingFormat, ThinkingPhase
 
 MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
-
 MAX_VALUES = 50_000  # objects, lists, strings and numbers in a schema
-
 MAX_CHOICES = 4096
+_ANSWER = "answer"
+# White space allowed before an opening marker from which a budget counts, and after a closing one.
+_SPACES = (r"BEFORE: /[ \t\r\n]{0,2}/", r"SPACE: /[ \t\r\n]{0,4}/")
 
 Kind = Literal["json_schema", "strict_json_schema", "json_object", "regex", "choice", "lark", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """value: JSON text of the schema; the pattern; a JSON list of strings; Lark; or, of a "grammar", Lark or GBNF.
+    """A required form of the output.
 
-    A strict schema is refused where it cannot be held to as a whole. field: of the request, which errors name.
-    instead: Lark of what the answer may be instead, empty for nothing.
+    value: JSON text of a schema, a pattern, a JSON list of strings, Lark, or for "grammar" Lark or GBNF. A strict schema is
+    refused if it is not supported completely. field: of the request, for errors. alternative: Lark of another allowed output.
     """
 
     kind: Kind
@@ -36,7 +37,7 @@ class StructuredOutput:
 
 
 def parse_structured_output(body: GenerationRequest) -> StructuredOutput | None:
-    """The form that the answer shall have, None for any. Raises ApiError naming the field."""
+    """The form that the body requires, if any. Raises ApiError naming the field."""
     given = [
         ("response_format", _response_format(body.response_format)),
         ("structured_outputs", _structured_outputs(body.structured_outputs)),
@@ -50,12 +51,12 @@ def parse_structured_output(body: GenerationRequest) -> StructuredOutput | None:
     found = [(field, form) for field, form in given if form is not None]
     if len(found) > 1:
         names = " and ".join(field for field, _ in found[:2])
-        raise _grammar_error(f"{names} both say what form the answer shall have: give one of them", found[1][0])
+        raise _grammar_error(f"{names} both require a form of the answer: give one of them", found[1][0])
     return found[0][1] if found else None
 
 
 def _response_format(value: Any) -> StructuredOutput | None:
-    """OpenAI's object, and llama.cpp's with the schema beside its type."""
+    """OpenAI's object, and llama.cpp's with the schema next to its type."""
     if value is None:
         return None
     field = "response_format"
@@ -90,7 +91,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
 
 
 def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutput | None:
-    """vLLM's object: one of its keys."""
+    """vLLM's object, which has one of its keys."""
     kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
     if value is None:
         return None
@@ -124,7 +125,7 @@ def _parse_form(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
 
 
 def _schema(value: Any, field: str) -> str:
-    """A schema, which may come as its JSON text."""
+    """The JSON text of a schema, given as such or as an object."""
     if isinstance(value, str):
         _check_size(len(value), field)
         return value
@@ -179,19 +180,13 @@ def _grammar_error(message: str, field: str, code: str = "invalid_grammar") -> A
     return bad_request(message, field, code)
 
 
-_ANSWER = "answer"
-
-# As much as may stand before an opening marker where a budget counts from it, and a little more behind a closing one.
-_SPACES = (r"BEFORE: /[ \t\r\n]{0,2}/", r"SPACE: /[ \t\r\n]{0,4}/")
-
-
 def with_thinking_prefix(
     grammar: str, model: ThinkingControl, phase: ThinkingPhase, eos_ids: Collection[int], *, calls: bool = False
 ) -> str:
-    """The grammar of an answer, as one of all that is generated: thinking, if the model thinks, then the answer.
+    """The grammar of the entire output: thinking, if the model thinks, then the output of `grammar`.
 
-    grammar: a list of grammars as JSON, or Lark. place: where the output begins. eos_ids: what would end it, and must not
-    while the model thinks. calls: the grammar is one of calls, which name their channels themselves.
+    grammar: a JSON list of grammars, or Lark. phase: where the output begins. eos_ids: not allowed while the model thinks.
+    calls: `grammar` is one of calls, which name their Harmony channels themselves.
     """
     if phase == "after" or (calls and model.name == HARMONY):
         return grammar
@@ -214,7 +209,7 @@ def _tag_grammar(
     if closes:
         others = {*eos_ids, *_single_token_ids(ids, format.interrupts)}
         rules = [f"thought: {_token_complement({*closes, *others})}* {_token_set(closes)}"]
-    else:  # the markers are text; the shortest match ends with the first of them
+    else:  # the markers are text: the shortest match ends with the first one
         ends = "|".join(_escape_regex(close) for close in format.closes)
         rules = [rf"thought[lazy]: /(.|\n)*({ends})/"]
     opens = [_token_set(found) if len(found := ids(text)) == 1 else json.dumps(text) for text in format.opens]
@@ -241,7 +236,7 @@ def _channel_grammar(ids: Callable[[str], list[int]], eos_ids: Collection[int]) 
 
 
 def _single_token_ids(ids: Callable[[str], list[int]], texts: Collection[str]) -> list[int]:
-    """Those of the texts that are one token each."""
+    """Ids of those texts that are a single token."""
     return [found[0] for found in map(ids, texts) if len(found) == 1]
 
 
@@ -254,5 +249,5 @@ def _token_complement(ids: Collection[int]) -> str:
 
 
 def _escape_regex(text: str) -> str:
-    """The text inside `/…/`."""
+    """Escape a text for use inside `/…/`."""
     return re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Tools of a request: what the template receives, and the parser of the output."""
+"""Tools of a request: for the chat template, the parser of the output and its grammar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
+from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
 from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
@@ -25,29 +26,31 @@ INVALID = "invalid_value"
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What the tools of a request come to.
+    """The tools of a request.
 
-    tools: for the template. parsing: None where the answer is not searched for calls.
-    grammar: the Lark of an answer that is nothing but calls, None where calling is up to the model; field: who asks for it.
-    calls: the same, for an answer that may be calls or has to have a form; empty where no form is wanted.
+    tools: for the template. parsing: None if the output is not searched for calls.
+    forced: form of an output of calls only, None if calls are optional.
+    calls: Lark of such an output as an alternative to a required form of the text; empty if there is none.
     """
 
     tools: list[dict[str, Any]] | None = None
     parsing: ParsingPlan | None = None
-    grammar: str | None = None
-    field: str = "tool_choice"
+    forced: StructuredOutput | None = None
     calls: str = ""
 
 
+NO_TOOLS = ToolPlan()
+
+
 def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
-    """Tools as templates expect them, which is as OpenAI writes them."""
+    """Tools as templates expect them, in OpenAI's format."""
     return [_template_tool(tool.function) for tool in as_tool_definitions(tools)] if tools else None
 
 
 def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_output_format: bool = False) -> ToolPlan:
     """See `ToolPlan`; raises ApiError naming the field.
 
-    parser: a format's name, "auto" or "none". formed: whether an answer without calls has to have a form.
+    parser: a format's name, "auto" or "none". has_output_format: whether a form is required of an output without calls.
     """
     functions, choice, field = _functions(body)
     if not functions:
@@ -55,7 +58,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
             raise bad_request(
                 f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
             )
-        return ToolPlan()
+        return NO_TOOLS
     tools = [_template_tool(function) for function in functions]
     if choice == "none":
         return ToolPlan(tools)
@@ -74,8 +77,8 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
         return ToolPlan(tools)
     legacy = body.functions is not None
     template = tokenizer.template_for(True) or ""
-    capabilities = TemplateCapabilities.of(template)
-    once = legacy or named or capabilities.single_call  # more could not be sent back
+    capabilities = TemplateCapabilities.from_source(template)
+    once = legacy or named or capabilities.single_call  # the response cannot have more
     parallel = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)
     grammar = None
@@ -93,13 +96,13 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
         disallowed=offered.keys() - schemas.keys(),
     )
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, legacy)
-    if not must_call:
-        return ToolPlan(tools, parsing, calls=grammar or "")
-    return ToolPlan(tools, parsing, grammar, field)
+    if must_call and grammar is not None:
+        return ToolPlan(tools, parsing, StructuredOutput("lark", grammar, field))
+    return ToolPlan(tools, parsing, calls=grammar or "")
 
 
 def _parse_tool_choice(choice: Any) -> tuple[list[str] | None, bool]:
-    """The functions that a choice names, None where it names none; and whether it is one that has to be called."""
+    """(names of functions in a choice, None without; whether it requires a call of one of them)."""
     if not isinstance(choice, dict):
         return None, False
     if choice.get("type") == ALLOWED_TOOLS:
@@ -108,14 +111,14 @@ def _parse_tool_choice(choice: Any) -> tuple[list[str] | None, bool]:
 
 
 def _marker_lark(tokenizer: Tokenizer, marker: str) -> str:
-    """The Lark for a marker: the token that it is, or its text where it is none of its own."""
+    """Lark of a marker: its token, or its text if it is not a single added token."""
     token_id = tokenizer.backend.token_to_id(marker)
     added = tokenizer.backend.get_added_tokens_decoder()
     return f"<[{token_id}]>" if token_id is not None and token_id in added else json.dumps(marker)
 
 
 def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:
-    """The functions on offer, the choice among them, and the name of its field."""
+    """(functions on offer, the choice among them, the field of the choice)."""
     if body.functions is None:
         if body.function_call is not None:
             raise bad_request("function_call goes with functions", "function_call", INVALID)

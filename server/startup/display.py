@@ -1,41 +1,23 @@
-"""Summary of a loaded model for the terminal: model, memory, rotary scaling and notes."""
+"""Terminal output of a server: summary of the loaded model, and activity lines while it runs."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from windlass._version import __version__
+from windlass.clients.terminal import print_status
+from windlass.engine.client.replicated_client import sum_stats
 from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RotaryGroup
 from windlass.server.config.option_names import with_option_names
 
-
-class Sized(Protocol):
-    """A model, loaded or estimated. Names as in `ModelInfo`."""
-
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def kv_cache_bytes(self) -> int: ...
-    @property
-    def kv_cache_dtype(self) -> str: ...
-    @property
-    def num_kv_blocks(self) -> tuple[int, ...]: ...
-    @property
-    def num_states(self) -> int: ...
-    @property
-    def state_bytes(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def trained_len(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def is_bidirectional(self) -> bool: ...
+if TYPE_CHECKING:
+    from windlass.engine.model.loading.model_size import ModelSize
+    from windlass.server.observability.metrics import ServerMetrics
 
 
 def summary(
@@ -48,11 +30,10 @@ def summary(
     *,
     chats: bool = True,
 ) -> list[str]:
-    """The lines shown when a server is ready.
+    """The lines that are printed when a server is ready.
 
-    profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
-    chats: whether there is a chat template.
-    sampling: what holds for requests that leave it out, and where that comes from; empty where all of it is neutral.
+    profiles: names of the declared rotary scalings. options: options in force that other lines do not show, as written.
+    sampling: the defaults of requests and their origin; empty if they are neutral. chats: whether there is a chat template.
     """
     stored = info.quantization or info.weight_dtype
     weights = info.dtype if stored == info.dtype else f"{info.dtype}, weights {stored}"
@@ -105,8 +86,8 @@ def _exceeds_trained_length(info: ModelInfo) -> bool:
     return info.max_model_len > info.trained_len and rotates and not scaled and not info.rotary_auto
 
 
-def memory_lines(sized: Sized) -> list[str]:
-    """Memory of weights and cache, and the contexts that fit."""
+def memory_lines(sized: ModelInfo | ModelSize) -> list[str]:
+    """Memory of weights and cache, and the contexts that fit, of a loaded or an estimated model."""
     return [
         f"  memory    {size(sized.weight_bytes)} of weights, {size(sized.kv_cache_bytes)} of cache ({sized.kv_cache_dtype})",
         f"  cache     {_capacity(sized)}",
@@ -124,7 +105,7 @@ def _rotation(group: RotaryGroup) -> str:
     return f"{group.name}: {group.scaling.rope_type}, theta {theta:g}, {dims}"
 
 
-def _capacity(info: Sized) -> str:
+def _capacity(info: ModelInfo | ModelSize) -> str:
     """Capacity of the cache in tokens, in streams of the longest context, and per stream of the largest batch."""
     if info.is_bidirectional:
         return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"
@@ -157,3 +138,47 @@ def size(number: int) -> str:
             return f"{value:.0f} {name}" if name == "B" else f"{value:.1f} {name}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+async def report_activity(metrics: ServerMetrics, seconds: float) -> None:
+    """Print an activity line at this interval while requests run; 0: never."""
+    before, since = EngineStats(), time.monotonic()
+    while seconds > 0:
+        await asyncio.sleep(seconds)
+        after, now = await metrics.refresh(), time.monotonic()
+        if after is None:
+            continue
+        line = activity_line(_baseline(before, after), after, now - since)
+        if line is not None:
+            print_status(f"{time.strftime('%H:%M:%S')} {line}")
+        before, since = after, now
+
+
+def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
+    """Activity between two snapshots taken `seconds` apart; None if there was none.
+
+    Prompt tokens are those that were computed or found in the cache.
+    """
+    read = after.prompt_tokens - before.prompt_tokens
+    generated = after.generation_tokens - before.generation_tokens
+    if not (read or generated or after.num_running or after.num_waiting):
+        return None
+    parts = [f"running {after.num_running:,}, waiting {after.num_waiting:,}"]
+    parts.append(f"prompts {read / seconds:,.0f} tokens/s, answers {generated / seconds:,.1f} tokens/s")
+    cache = f"cache {after.kv_cache_usage:.0%} in use"
+    if queries := after.prefix_cache_queries - before.prefix_cache_queries:
+        cache += f", {(after.prefix_cache_hits - before.prefix_cache_hits) / queries:.0%} of prompts found in it"
+    parts.append(cache)
+    if proposed := after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens:
+        accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        parts.append(f"{accepted / proposed:.0%} of proposals accepted")
+    if preempted := after.num_preemptions - before.num_preemptions:
+        parts.append(f"{preempted:,} preempted")
+    return "; ".join(parts)
+
+
+def _baseline(before: EngineStats, after: EngineStats) -> EngineStats:
+    """The earlier counts of the engines of `after`; zero for an engine that was started since."""
+    pairs = zip(before.engines or (before,), after.engines or (after,), strict=False)
+    known = [one if one and two and two.num_steps >= one.num_steps else None for one, two in pairs]
+    return sum_stats(known)

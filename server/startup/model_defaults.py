@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, ContextSizes
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.model.loading.model_description import read_json
 from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
-from windlass.engine.model.model_spec import ContextRefusals, ModelSpec, context_refusals
+from windlass.engine.model.model_spec import ModelSpec, context_refusals
 from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
 from windlass.server.config.option_parsing import read_template_file, split
 from windlass.server.config.server_options import (
@@ -26,16 +27,23 @@ from windlass.server.config.server_options import (
     read_sampling,
 )
 from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
+from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
 
 _ADVICE = "correct the file, or start with --generation-config none"
 
+_FIELD = re.compile(r"\b(?:attention_window|attention_sinks|keep_tokens|context_overflow)\b")
+
+_QWEN3 = "qwen3"
+
+_QWEN3_TOKENS = ("yes", "no")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSampling:
-    """sampling: what holds. sources: for people, where each field that is set comes from."""
+    """Default sampling of a model. sources: for display, the origin of each field that is not neutral by default."""
 
     sampling: SamplingDefaults
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -44,11 +52,11 @@ class ModelSampling:
 def find_sampling(
     directory: Path, recommended: Mapping[str, float], given: str = "auto", override: str | None = None
 ) -> ModelSampling:
-    """What the model's file sets, and where that says nothing what is recommended; neutral values for the rest.
+    """Default sampling from the model's file, else the recommended values, else neutral ones.
 
-    recommended: what is known of the model beside its file. given, override: the operator's options of these names. Lengths
-    (`max_new_tokens`) are not taken: they are the operator's. Raises LoadError, one line, for values that no request could set
-    either.
+    recommended: known for the model in addition to its file. given: --generation-config. override:
+    --override-generation-config. Lengths (`max_new_tokens`) are ignored: the operator sets them. Raises LoadError, one line,
+    for values that no request could set either.
     """
     other = generation_config_path(given)
     path = directory / GENERATION_CONFIG_FILE if other is None else other
@@ -65,18 +73,15 @@ def find_sampling(
         )
     replaced = read_override(override)
     if "temperature" in replaced and "do_sample" not in replaced:
-        values.pop("do_sample", None)  # whoever gives a temperature wants that one
+        values.pop("do_sample", None)  # a given temperature is meant to apply
     values |= replaced
     sources |= dict.fromkeys([*replaced, *read_sampling(replaced, OVERRIDE_OPTION, "")], OVERRIDE_OPTION)
     found = read_sampling(values, str(path), _ADVICE)
     return ModelSampling(SamplingDefaults(**found), {name: sources[name] for name in found})
 
 
-_FIELD = re.compile(r"\b(?:attention_window|attention_sinks|keep_tokens|context_overflow)\b")
-
-
 def max_context_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
-    """What sequences may hold at most: how much of it there is memory for is known once the model is loaded."""
+    """Upper limits of sequences before loading: the memory available for them is known only after it."""
     longest = config.max_model_len or spec.trained_len
     held = config.context.shift_context or longest
     return ContextSizes(
@@ -84,16 +89,39 @@ def max_context_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
     )
 
 
-def check_context_defaults(settings: ServerSettings, sizes: ContextSizes) -> None:
-    """Raises LoadError, one line with the option at fault."""
+def check_loaded(settings: ServerSettings, info: ModelInfo) -> None:
+    """Check rotary profiles and context options against the loaded model. Raises LoadError, one line."""
+    check_profiles(settings.rope_profiles, info.rotary_groups)
+    check_context_defaults(settings, info)
+
+
+def check_context_defaults(settings: ServerSettings, sizes: ContextSizes, kinds: Collection[str] = ()) -> None:
+    """Refuse context options that every request of this model would be refused for. Raises LoadError, one line.
+
+    kinds: `rope_type` of the scalings in use.
+    """
     sinks, window, keep = settings.attention_sinks, settings.attention_window, settings.keep_tokens
     if settings.cache_reuse < 0 or 0 < settings.cache_reuse < MIN_PASSAGE_TOKENS:
         raise LoadError(f"--cache-reuse must be 0 or at least {MIN_PASSAGE_TOKENS}, got {settings.cache_reuse}")
     if sinks and window is None:
-        raise LoadError("--attention-sinks goes with --attention-window")
+        raise LoadError("--attention-sinks requires --attention-window")
+    shift, distance = (
+        settings.context_overflow == "shift",
+        next((kind for kind in kinds if kind in DISTANCE_KINDS), None),
+    )
+    for option, given, refusal in (
+        ("--context-overflow shift", shift, sizes.shift_refusal),
+        ("--attention-window", window is not None, sizes.window_refusal),
+        ("--cache-reuse", settings.cache_reuse > 0, sizes.reuse_refusal),
+        ("--attention-sinks", window is not None and sinks > 0, sizes.sinks_refusal),
+    ):
+        if given and distance is not None:
+            raise LoadError(f"{option} and rope_type {distance!r} both define positions of keys: leave one of them out")
+        if given and refusal is not None:
+            raise LoadError(f"{option}: {refusal}: leave it out")
     try:
         sizes.size(ContextRule("stop", 0, window, sinks))
-        if settings.context_overflow == "shift":
+        if shift:
             sizes.size(ContextRule("shift", DEFAULT_KEEP_TOKENS if keep is None else keep))
     except RequestError as error:
         named = _FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), error.message)
@@ -101,46 +129,10 @@ def check_context_defaults(settings: ServerSettings, sizes: ContextSizes) -> Non
         raise LoadError(named + hint) from None
 
 
-def check_model_compatibility(server: ServerOptions, spec: ModelSpec) -> None:
-    """Raises LoadError for what no request could have of this model, whatever its lengths."""
-    _check_scaling_kinds(server, {group.scaling.rope_type for group in spec.rotary_groups})
-    _check_context(server, context_refusals(spec))
-
-
-def _check_scaling_kinds(server: ServerOptions, kinds: set[str]) -> None:
-    """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
-    options = {
-        "--context-overflow shift": server.context_overflow == "shift",
-        "--attention-window": server.attention_window is not None,
-        "--cache-reuse": server.cache_reuse > 0,
-    }
-    for option, given in options.items():
-        if given and (kind := next(iter(kinds & {*DISTANCE_KINDS}), None)) is not None:
-            raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
-
-
-def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
-    """Refuse what the model itself does not allow of a context, and every request would be refused for."""
-    window = server.attention_window is not None
-    for option, given, refusal in (
-        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
-        ("--cache-reuse", server.cache_reuse > 0, refusals["reuse_refusal"]),
-        ("--attention-window", window, refusals["window_refusal"]),
-        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
-    ):
-        if given and refusal is not None:
-            raise LoadError(f"{option}: {refusal}: leave it out")
-
-
-_QWEN3 = "qwen3"
-
-_QWEN3_TOKENS = ("yes", "no")
-
-
 def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> RankSettings | None:
-    """Of the model in this directory; None where it scores pairs without a prompt around them. Raises LoadError.
+    """Ranking settings of the model in a directory; None if it scores pairs without a prompt. Raises LoadError.
 
-    spec: None where it is not known; then the model is taken to generate.
+    spec: if None, the model is assumed to generate.
     """
     given = _check_rank_tokens(server, spec)
     template = _read_rank_template(server)
@@ -162,40 +154,35 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
         if template is None:
             return None
         raise LoadError(
-            f"--rerank-template {server.rerank_template}: the model's files do not say which tokens it answers with: say it with "
+            f"--rerank-template {server.rerank_template}: the model's files do not name the tokens it answers with: set "
             "--rerank-tokens, such as no,yes"
         )
-    needs_template = bool(given) or template is not None  # what files alone say keeps nobody from generating
+    needs_template = bool(given) or template is not None  # a declaration in the files alone does not prevent generation
     return RankSettings(template=template, needs_template=needs_template, tokens=tokens, instruction=instruction)
 
 
 def _check_rank_tokens(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
-    """The operator's tokens, the one that counts first. Raises LoadError for options that this model cannot follow."""
+    """The operator's tokens, the accepting one first. Raises LoadError for options that this model does not support."""
     tokens = split(server.rerank_tokens)
     if server.rerank_tokens is not None and len(tokens) not in (1, 2):
         raise LoadError(f"--rerank-tokens takes one token or two, the refusal first: no,yes; got {len(tokens)}")
     if spec is None or spec.generates:
         return tuple(reversed(tokens))
     if tokens:
-        raise LoadError(f"--rerank-tokens: a {spec.architecture} goes on with no token: leave it out")
+        raise LoadError(f"--rerank-tokens: a {spec.architecture} generates no tokens: leave it out")
     if server.rerank_template is not None:
         if spec.head is None or spec.head.classes.per_token or len(spec.head.classes.labels) != 1:
-            raise LoadError(f"--rerank-template: a {spec.architecture} without one class ranks no pairs: leave it out")
+            raise LoadError(
+                f"--rerank-template: a {spec.architecture} without exactly one class ranks no pairs: leave it out"
+            )
         if spec.is_bidirectional:
             raise LoadError("--rerank-template: pairs are joined by the tokenizer of this model: leave it out")
     return ()
 
 
 def _read_rank_template(server: ServerOptions) -> str | None:
-    """The source of the operator's; raises LoadError for one that cannot be used."""
+    """The source of the operator's template, which a text worker compiles. Raises LoadError for a file that cannot be read."""
     given = server.rerank_template
     if given is None or given == _QWEN3:
         return QWEN3_RERANKER_TEMPLATE if given == _QWEN3 else None
-    source = read_template_file("--rerank-template", Path(given))
-    from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
-
-    try:
-        build_pair_template(ChatTemplate(source))
-    except ChatTemplateError as error:
-        raise LoadError(f"--rerank-template {given}: {error.message}") from None
-    return source
+    return read_template_file("--rerank-template", Path(given))

@@ -8,8 +8,8 @@ import importlib.resources
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,82 +21,7 @@ from windlass.server.config.engine_options import EngineOptions
 from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf, source_stem
 from windlass.server.startup.model_catalog import DEMO, KNOWN, SMOLLM2, KnownModel, is_file_of
 
-_NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-
-_MAX_LISTED = 24  # files in a message
-
-_QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
-
-
-def model_files(names: Iterable[str]) -> dict[str, str]:
-    """The models among these files: the first file of each, by its name without ending and number of a part."""
-    first: dict[str, str] = {}
-    for name in sorted(names):
-        file = PurePosixPath(name)
-        if file.suffix.lower() == ".gguf" and not _NOT_A_MODEL.search(file.name):
-            first.setdefault(str(file.with_name(model_stem(file.name))), name)
-    return first
-
-
-def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str | None = None) -> str:
-    """The name of the only model, or of the one that `wanted` means: a quantization, or a file.
-
-    place: what holds the files, in words. repo: the hub id, where they are a repository's. Raises LoadError that lists them.
-    """
-    models = model_files(names)
-    if not models:
-        raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
-    found = list(models)
-    if wanted is not None:
-        found = [stem for stem in models if _matches(wanted, stem, models[stem])]
-        # What is called so is meant before what only ends so: Q8_0 before UD-Q8_0.
-        short_names = _short_names(found)
-        found = [stem for stem, name in zip(found, short_names, strict=True) if name.lower() == wanted.lower()] or found
-    if len(found) == 1:
-        return models[found[0]]
-    stems = found or list(models)
-    short_names = [models[stem] for stem in stems] if repo is None else _short_names(stems)
-    more = f" and {len(short_names) - _MAX_LISTED} more" if len(short_names) > _MAX_LISTED else ""
-    there = ", ".join(short_names[:_MAX_LISTED]) + more
-    example = f"{place}/{short_names[0]}" if repo is None else f"{repo}:{short_names[0]}"
-    if not found:
-        raise LoadError(f"{place} has no GGUF file {wanted}: there are {there}")
-    which = "" if wanted is None else f" {wanted}"
-    raise LoadError(f"{place} holds several GGUF files{which} ({there}): name one, such as {example}")
-
-
-def models_by_short_name(names: Iterable[str]) -> dict[str, str]:
-    """The first file of each model among these, by what a person writes behind a repository's colon."""
-    models = model_files(names)
-    return dict(zip(_short_names(list(models)), models.values(), strict=True))
-
-
-def gguf_names(directory: Path) -> list[str]:
-    """The GGUF files of a directory and those below it, relative to it."""
-    return [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.suffix.lower() == ".gguf"]
-
-
-def all_parts(name: str) -> list[str]:
-    """Every file of the model that this one belongs to."""
-    file = PurePosixPath(name)
-    return [str(file.with_name(part)) for part in part_names(file.name)]
-
-
-def _matches(wanted: str, stem: str, name: str) -> bool:
-    """Whether a person who says `wanted` means this model. Letter case is no matter."""
-    wanted, stem, name = wanted.lower(), stem.lower(), name.lower()
-    if wanted.endswith(".gguf"):
-        return wanted in (name, PurePosixPath(name).name, f"{stem}.gguf") or (
-            part_number(wanted) is not None and model_stem(PurePosixPath(wanted).name) == PurePosixPath(stem).name
-        )
-    return stem == wanted or (stem.endswith(wanted) and not stem[: -len(wanted)][-1:].isalnum())
-
-
-def _short_names(stems: list[str]) -> list[str]:
-    """How a person names each: by its quantization where that is enough, else by the file."""
-    short = [found[1] if (found := _QUANTIZATION.search(stem)) else f"{stem}.gguf" for stem in stems]
-    return short if len(set(short)) == len(short) else [f"{stem}.gguf" for stem in stems]
-
+FIRST_MODEL = SMOLLM2
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -111,7 +36,7 @@ DOWNLOAD_PATTERNS = (
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
 
-_REVISION = _GGUF = re.compile(r"[\w][\w.\-/]*")
+_REVISION = re.compile(r"[\w][\w.\-/]*")  # and names of GGUF files
 
 _PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 
@@ -119,15 +44,67 @@ _CONNECT_SECONDS = 5.0
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
+_NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
+_MAX_LISTED = 24  # files in an error message
+
+_QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
+
+
+def choose_model(given: str | None) -> tuple[str, Path]:
+    """The model's name in the API, and its directory. Raises LoadError.
+
+    given: see `resolve_model`. None: smollm2, downloaded if necessary; if that fails, the bundled model, with one line on
+    standard error that contains the reason.
+    """
+    if given is not None:
+        path = resolve_model(given)
+        return _name_of(given, path), path
+    try:
+        return FIRST_MODEL.name, known_model(FIRST_MODEL)
+    except LoadError as error:
+        print_status(f"note: serving the bundled model ({DEMO.about}), since {error}")
+        return DEMO.name, bundled_model()
+
+
+def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
+    """Sampling that the authors of a known model recommend. given, name: the argument and the result of `choose_model`.
+
+    A file that is given by its path is recognized by its content.
+    """
+    here = None if given is None else Path(given).expanduser()
+    if here is not None and here.exists():  # a folder wins over a name
+        return next((model.sampling for model in KNOWN.values() if is_file_of(model, here)), {})
+    return KNOWN[name].sampling if name in KNOWN else {}
+
+
+def with_draft_model(options: EngineOptions) -> EngineOptions:
+    """The options with the name of the draft model, if any, replaced by its directory. Raises LoadError."""
+    if options.speculative_model is None:
+        return options
+    try:
+        return replace(options, speculative_model=str(resolve_model(options.speculative_model)))
+    except LoadError as error:
+        raise LoadError(f"--speculative-model: {error}") from None
+
+
+def _name_of(given: str, path: Path) -> str:
+    """The name in the API: a hub id or a known name as given, since its directory is named by a hash; else the name of the
+    directory or of the GGUF file."""
+    local = Path(given).expanduser()
+    if not local.exists():
+        return given
+    return source_stem(path) or path.name
+
+
+# ---- hub ids and directories --------------------------------------------------------------------------------------------
 def resolve_model(name: str | None) -> Path:
-    """The directory with the model's files.
+    """The directory of a model's files; for a GGUF file, the directory derived from it.
 
-    name: a directory; a GGUF file, or a directory that holds one; a name of the catalogue, such as `smollm2`, which is pulled
-    where it is not here; a hub id such as `Qwen/Qwen3-0.6B`, optionally `id@revision`, for a GGUF file of it `id:Q4_K_M` or
-    `id:file.gguf`; None for the bundled model. An existing path wins over a name. A cached model is used as it is, without
-    asking the network. Of a GGUF it is the directory that is derived from it. Raises LoadError, one line that says what was
-    tried.
+    name: a directory; a GGUF file, or a directory that holds one; a name of the catalogue, such as `smollm2`, which is
+    downloaded if necessary; a hub id such as `Qwen/Qwen3-0.6B`, optionally `id@revision`, for a GGUF file of it `id:Q4_K_M` or
+    `id:file.gguf`; None for the bundled model. An existing path wins over a name. A cached model is used without network
+    access. Raises LoadError, one line that lists what was tried.
     """
     if name is None:
         return bundled_model()
@@ -143,21 +120,14 @@ def resolve_model(name: str | None) -> Path:
         )
     if name in KNOWN:
         return known_model(KNOWN[name])
-    repo, colon, wanted = name.partition(":")
-    repo, _, revision = repo.partition("@")
-    revision = revision or "main"
-    if (
-        not _REPO_ID.fullmatch(repo)
-        or not _REVISION.fullmatch(revision)
-        or (colon and not _GGUF.fullmatch(wanted))
-        or ".." in name
-        or "--" in repo
-    ):
+    parsed = _parse_hub_id(name)
+    if parsed is None:
         raise LoadError(
-            f"no file or directory {name!r}, and that is no hub id: give a model directory, a GGUF file or an id such as "
+            f"no file or directory {name!r}, and that is not a hub id: give a model directory, a GGUF file or an id such as "
             "Qwen/Qwen3-0.6B"
         )
-    if colon:
+    repo, revision, wanted = parsed
+    if wanted is not None:
         return derive_gguf_directory(_cached_gguf(repo, revision, wanted) or _download_gguf(repo, revision, wanted))
     cached = find_cached(repo, revision)
     if cached is not None:
@@ -173,29 +143,39 @@ def resolve_model(name: str | None) -> Path:
 
 
 def described_model(name: str | None) -> Path | None:
-    """Where the config.json of a hub id lies whose weights are not here, downloaded without them; None for every other name.
+    """The directory with the config.json of a hub id whose weights are not cached; None for every other name.
 
-    Raises LoadError as `resolve_model` does.
+    It is downloaded without the weights. Raises LoadError like `resolve_model`.
     """
-    if name is None or Path(name).expanduser().exists() or name in KNOWN or ":" in name:
+    if name is None or Path(name).expanduser().exists() or name in KNOWN:
         return None
-    repo, _, revision = name.partition("@")
-    revision = revision or "main"
-    if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
+    parsed = _parse_hub_id(name)
+    if parsed is None or parsed[2] is not None or find_cached(*parsed[:2]) is not None:
         return None
-    if find_cached(repo, revision) is not None:
-        return None
+    repo, revision, _ = parsed
     for snapshot in _snapshots(repo, revision):
         if (snapshot / "config.json").is_file():
             return snapshot
         if gguf_names(snapshot):
             return None
-    snapshot = _fetch(repo, revision, ["*.json"])
+    with _hub(repo, revision) as hub:
+        snapshot = hub.snapshot(["*.json"])
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
+def _parse_hub_id(name: str) -> tuple[str, str, str | None] | None:
+    """Repository, revision and GGUF file or quantization of `id@revision:file`; None for anything else."""
+    repo, colon, wanted = name.partition(":")
+    repo, _, revision = repo.partition("@")
+    revision = revision or "main"
+    valid = _REPO_ID.fullmatch(repo) and _REVISION.fullmatch(revision) and (not colon or _REVISION.fullmatch(wanted))
+    if not valid or ".." in name or "--" in repo:
+        return None
+    return repo, revision, wanted if colon else None
+
+
 def _in_directory(directory: Path, name: str) -> Path:
-    """A model in a directory that a person named so: its safetensors, else the one GGUF file in it."""
+    """The model in a directory: its safetensors, else its only GGUF file. name: as the operator wrote it."""
     directory = directory.resolve()
     names = [] if any(directory.glob("*.safetensors")) else [name for name in gguf_names(directory) if "/" not in name]
     if model_files(names):
@@ -211,7 +191,7 @@ def _in_directory(directory: Path, name: str) -> Path:
 
 
 def known_model(model: KnownModel) -> Path:
-    """The directory of a model of the catalogue, pulled where it is not here. Raises LoadError, PullError among them."""
+    """The directory of a model of the catalogue, downloaded if necessary. Raises LoadError, for example PullError."""
     if model.file is None:
         return bundled_model()
     from windlass.server.startup.model_catalog import pull
@@ -230,7 +210,7 @@ def bundled_model() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where huggingface_hub keeps models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """The cache of huggingface_hub: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.path.expandvars(os.environ[variable])).expanduser()
@@ -244,14 +224,14 @@ def find_cached(repo: str, revision: str = "main") -> Path | None:
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
-    """Every repository whose main revision lies whole in the local cache: its id and the snapshot."""
+    """Every repository whose main revision is completely cached: its id and the snapshot."""
     for repo in _repositories():
         if (snapshot := find_cached(repo)) is not None:
             yield repo, snapshot
 
 
 def cached_ggufs() -> Iterator[tuple[str, list[Path]]]:
-    """Every GGUF model whose files lie whole in the local cache: what `resolve_model` takes for it, and its files."""
+    """Every GGUF model that is completely cached: its name for `resolve_model`, and its files."""
     for repo in _repositories():
         for snapshot in _snapshots(repo, "main"):
             names = {name for name in gguf_names(snapshot) if (snapshot / name).is_file()}
@@ -267,7 +247,7 @@ def _repositories() -> list[str]:
 
 
 def _snapshots(repo: str, revision: str) -> Iterator[Path]:
-    """Where a revision may lie in the cache."""
+    """Possible directories of a revision in the cache."""
     storage = cache_directory() / ("models--" + repo.replace("/", "--"))
     candidates = [revision]
     with contextlib.suppress(OSError, ValueError):
@@ -278,7 +258,7 @@ def _snapshots(repo: str, revision: str) -> Iterator[Path]:
 
 
 def _is_complete(snapshot: Path) -> bool:
-    """Whether a snapshot can be loaded. An interrupted download leaves files out; is_file follows links into blobs."""
+    """Whether a snapshot is complete: an interrupted download lacks files. is_file follows links into blobs."""
     if not (snapshot / "config.json").is_file():
         return False
     index = snapshot / "model.safetensors.index.json"
@@ -288,13 +268,13 @@ def _is_complete(snapshot: Path) -> bool:
     if (snapshot / "model.safetensors").is_file():
         return True
     names = [file.name for file in snapshot.glob("*.safetensors") if file.is_file()]
-    # A download that was killed early has no index yet: the names themselves say how many parts there are.
+    # A download that was killed early has no index yet: the file names contain the number of parts.
     parts = Counter(match.groups() for match in map(_PART.fullmatch, names) if match)
     return bool(names) and all(found >= int(count) for (_, count), found in parts.items())
 
 
 def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:
-    """A GGUF file in the cache with all its parts; None where the hub must be asked. Raises LoadError for several."""
+    """A GGUF file in the cache with all its parts; None if the hub must be asked."""
     for snapshot in _snapshots(repo, revision):
         names = [name for name in gguf_names(snapshot) if (snapshot / name).is_file()]
         with contextlib.suppress(LoadError):
@@ -304,32 +284,56 @@ def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:
     return None
 
 
+def _download(repo: str, revision: str) -> Path:
+    """The directory of a repository: its safetensors, else its one GGUF file."""
+    with _hub(repo, revision) as hub:
+        snapshot = hub.snapshot(DOWNLOAD_PATTERNS)
+        ggufs = [] if any(snapshot.glob("*.safetensors")) else [name for name in hub.names() if name.endswith(".gguf")]
+    if model_files(ggufs):
+        return derive_gguf_directory(_download_gguf(repo, revision, None))
+    if not (snapshot / "config.json").is_file():
+        if foreign := describe_other_format(snapshot):
+            raise LoadError(foreign)
+        raise LoadError(
+            f"{hub.label} on {_endpoint()} has no config.json, so it is not a Hugging Face model: choose another"
+        )
+    return snapshot
+
+
 def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
-    """The file that is meant, with all its parts and nothing else of the repository."""
-    label, attempt = _describe_attempt(repo, revision)
-    hub = _require_hub(attempt)
-    try:
-        names = hub.list_repo_files(repo, revision=revision)
-        name = choose_file(names, wanted, label, label)
+    """The GGUF file that `wanted` means, downloaded with all its parts and nothing else of the repository."""
+    with _hub(repo, revision) as hub:
+        names = hub.names()
+        name = choose_file(names, wanted, hub.label, hub.label)
         parts = all_parts(name)
         if missing := sorted(set(parts) - set(names)):
-            raise LoadError(f"{label} has no {missing[0]}, a part of {name}: choose another of its files")
-        found = hub.snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(part) for part in parts])
-    except LoadError:
-        raise
-    except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
-        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
-    return Path(found) / name
+            raise LoadError(f"{hub.label} has no {missing[0]}, a part of {name}: choose another of its files")
+        return hub.snapshot([glob.escape(part) for part in parts]) / name
 
 
-def _describe_attempt(repo: str, revision: str) -> tuple[str, str]:
-    """A hub id with its revision, and what to say was looked for without success."""
+@dataclass(frozen=True, slots=True)
+class _HubRepository:
+    """A revision of a repository on the hub. label: its id, with the revision unless that is main."""
+
+    library: Any
+    repo: str
+    revision: str
+    label: str
+
+    def names(self) -> list[str]:
+        found: list[str] = self.library.list_repo_files(self.repo, revision=self.revision)
+        return found
+
+    def snapshot(self, patterns: Sequence[str]) -> Path:
+        """The cached snapshot, after downloading the files that match."""
+        return Path(self.library.snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns)))
+
+
+@contextlib.contextmanager
+def _hub(repo: str, revision: str) -> Iterator[_HubRepository]:
+    """A repository to download from, once the hub is known to respond. Errors in the block become LoadError."""
     label = repo if revision == "main" else f"{repo}@{revision}"
-    return label, f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
-
-
-def _require_hub(attempt: str) -> Any:
-    """The library that downloads, once it is clear that there is a hub to download from."""
+    attempt = f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
     if any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
         raise LoadError(f"{attempt}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
     try:
@@ -339,51 +343,25 @@ def _require_hub(attempt: str) -> Any:
             f"{attempt}; to download it run `.venv/bin/pip install -c constraints.txt -e '.[hub]'` in Windlass's folder, or "
             "give a model directory"
         ) from error
-    import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
+    import httpx  # imported late: most models are on disk, and the engine starts only after this module is imported
 
     endpoint = _endpoint()
-    try:  # huggingface_hub retries for minutes where there is no network at all
+    try:  # without a network, huggingface_hub retries for minutes
         httpx.head(endpoint, timeout=_CONNECT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise LoadError(
             f"{attempt}; {endpoint} cannot be reached ({_one_line(error)}): give a model directory"
         ) from error
-    return huggingface_hub
+    try:
+        yield _HubRepository(huggingface_hub, repo, revision, label)
+    except LoadError:
+        raise
+    except Exception as error:  # errors of the library, of its HTTP client and of the operating system
+        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
 
 
 def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-
-
-def _download(repo: str, revision: str) -> Path:
-    label, attempt = _describe_attempt(repo, revision)
-    hub = _require_hub(attempt)
-    try:
-        path = hub.snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
-        snapshot = Path(path)
-        whole = any(snapshot.glob("*.safetensors"))
-        ggufs = (
-            [] if whole else [name for name in hub.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
-        )
-    except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
-        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
-    if model_files(ggufs):
-        return derive_gguf_directory(_download_gguf(repo, revision, None))
-    if not (snapshot / "config.json").is_file():
-        if foreign := describe_other_format(snapshot):
-            raise LoadError(foreign)
-        raise LoadError(f"{label} on {_endpoint()} holds no config.json: it is no Hugging Face model, choose another")
-    return snapshot
-
-
-def _fetch(repo: str, revision: str, patterns: list[str]) -> Path:
-    """Files of a repository in the cache. Raises LoadError."""
-    label, attempt = _describe_attempt(repo, revision)
-    hub = _require_hub(attempt)
-    try:
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # as above
-        raise LoadError(f"{attempt}; the download failed: {_reason(error, label)}") from error
 
 
 def _reason(error: Exception, label: str) -> str:
@@ -401,50 +379,73 @@ def _one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-FIRST_MODEL = SMOLLM2
+# ---- GGUF files --------------------------------------------------------------------------------------------------------
+def model_files(names: Iterable[str]) -> dict[str, str]:
+    """The models among these files: the first file of each, by its name without suffix and part number."""
+    first: dict[str, str] = {}
+    for name in sorted(names):
+        file = PurePosixPath(name)
+        if file.suffix.lower() == ".gguf" and not _NOT_A_MODEL.search(file.name):
+            first.setdefault(str(file.with_name(model_stem(file.name))), name)
+    return first
 
 
-def choose_model(given: str | None) -> tuple[str, Path]:
-    """What to call the model in the API, and its directory.
+def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str | None = None) -> str:
+    """The file of the only model, or of the one that `wanted`, a quantization or a file name, means.
 
-    given: as `resolve_model` takes it. None: smollm2, pulled where it is not here, or the bundled model where it cannot be
-    had, with one line on standard error that says why. Raises LoadError.
+    place: the directory or repository, for messages. repo: the hub id if it is a repository. Raises LoadError that lists the
+    files.
     """
-    if given is not None:
-        path = resolve_model(given)
-        return _name_of(given, path), path
-    try:
-        return FIRST_MODEL.name, known_model(FIRST_MODEL)
-    except LoadError as error:
-        print_status(f"note: this is the bundled model ({DEMO.about}), since {error}")
-        return DEMO.name, bundled_model()
+    models = model_files(names)
+    if not models:
+        raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
+    found = list(models)
+    if wanted is not None:
+        found = [stem for stem in models if _matches(wanted, stem, models[stem])]
+        # An exact name wins over a suffix: Q8_0 over UD-Q8_0.
+        short_names = _short_names(found)
+        found = [stem for stem, name in zip(found, short_names, strict=True) if name.lower() == wanted.lower()] or found
+    if len(found) == 1:
+        return models[found[0]]
+    stems = found or list(models)
+    short_names = [models[stem] for stem in stems] if repo is None else _short_names(stems)
+    more = f" and {len(short_names) - _MAX_LISTED} more" if len(short_names) > _MAX_LISTED else ""
+    listed = ", ".join(short_names[:_MAX_LISTED]) + more
+    example = f"{place}/{short_names[0]}" if repo is None else f"{repo}:{short_names[0]}"
+    if not found:
+        raise LoadError(f"{place} has no GGUF file {wanted}: choose one of {listed}")
+    which = "" if wanted is None else f" {wanted}"
+    raise LoadError(f"{place} holds several GGUF files{which} ({listed}): name one, such as {example}")
 
 
-def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
-    """What the authors of a known model recommend. given, name: what was asked for, and what `choose_model` calls it.
-
-    A file that is given by its path is known by its content.
-    """
-    here = None if given is None else Path(given).expanduser()
-    if here is not None and here.exists():  # a folder wins over a name
-        return next((model.sampling for model in KNOWN.values() if is_file_of(model, here)), {})
-    return KNOWN[name].sampling if name in KNOWN else {}
+def models_by_short_name(names: Iterable[str]) -> dict[str, str]:
+    """The first file of each model among these, by the name that is written after a repository's colon."""
+    models = model_files(names)
+    return dict(zip(_short_names(list(models)), models.values(), strict=True))
 
 
-def with_draft_model(options: EngineOptions) -> EngineOptions:
-    """The options with the directory of the draft model in place of its name, if they name one. Raises LoadError."""
-    if options.speculative_model is None:
-        return options
-    try:
-        return replace(options, speculative_model=str(resolve_model(options.speculative_model)))
-    except LoadError as error:
-        raise LoadError(f"--speculative-model: {error}") from None
+def gguf_names(directory: Path) -> list[str]:
+    """The GGUF files in a directory and its subdirectories, relative to it."""
+    return [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.suffix.lower() == ".gguf"]
 
 
-def _name_of(given: str, path: Path) -> str:
-    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the directory
-    or the GGUF file."""
-    local = Path(given).expanduser()
-    if not local.exists():
-        return given
-    return source_stem(path) or path.name
+def all_parts(name: str) -> list[str]:
+    """Every file of the model that a file belongs to."""
+    file = PurePosixPath(name)
+    return [str(file.with_name(part)) for part in part_names(file.name)]
+
+
+def _matches(wanted: str, stem: str, name: str) -> bool:
+    """Whether `wanted` means this model. Case is ignored."""
+    wanted, stem, name = wanted.lower(), stem.lower(), name.lower()
+    if wanted.endswith(".gguf"):
+        return wanted in (name, PurePosixPath(name).name, f"{stem}.gguf") or (
+            part_number(wanted) is not None and model_stem(PurePosixPath(wanted).name) == PurePosixPath(stem).name
+        )
+    return stem == wanted or (stem.endswith(wanted) and not stem[: -len(wanted)][-1:].isalnum())
+
+
+def _short_names(stems: list[str]) -> list[str]:
+    """Short names of models: the quantizations if those are distinct, else the file names."""
+    short = [found[1] if (found := _QUANTIZATION.search(stem)) else f"{stem}.gguf" for stem in stems]
+    return short if len(set(short)) == len(short) else [f"{stem}.gguf" for stem in stems]

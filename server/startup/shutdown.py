@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from windlass.server.http.server import HttpServer
 
 
-AFTER_GRACE_SECONDS = 2.0  # the process ends so long after the grace period at the latest; of these:
+AFTER_GRACE_SECONDS = 2.0  # after the grace period, at most, until the process has ended; of these:
 
-ABORT_SECONDS = 0.6  # for streams to pass their error event on
+ABORT_SECONDS = 0.6  # for streams to send their error event
 
-HTTP_SECONDS = 0.7  # for uvicorn's own steps once nobody is connected
+HTTP_SECONDS = 0.7  # for uvicorn's own steps once no client is connected
 
 INTERPRETER_EXIT_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
 
-CLOSE_SECONDS = 5.0  # for what is no generation request, where the grace period lasts that long
+CLOSE_SECONDS = 5.0  # for requests other than generation, if the grace period is that long
 
-_UNLIMITED_SECONDS = 1e8  # three years: nobody meant a time
+_UNLIMITED_SECONDS = 1e8  # three years: means no limit
 
 
 class Shutdown:
-    """The end of a server. Make it in the main thread while the server runs, and `begin` it once.
+    """Shutdown of a server. Create it in the main thread while the server runs, and call `begin` once.
 
-    grace_seconds: how long generation requests may go on.
+    grace_seconds: time for running generation requests.
     """
 
     def __init__(self, client: SupervisedEngine, grace_seconds: float) -> None:
@@ -46,32 +46,32 @@ class Shutdown:
         threading.Thread(target=self._exit_on_deadline, name="ending", daemon=True).start()
 
     def begin(self) -> None:
-        """The time runs from now on. From a signal handler, so that it runs although the event loop is busy."""
+        """Start the grace period. Called by a signal handler, so that it starts even if the event loop is busy."""
         self.started = True
         self._grace_ends = time.monotonic() + self._grace_seconds
         self._exit_at = self._grace_ends + AFTER_GRACE_SECONDS - INTERPRETER_EXIT_SECONDS
 
     def enforce_deadline(self) -> None:
-        """See that the process ends in time, with exit code 0, even while threads work on what nobody waits for.
+        """Make the process exit in time, with code 0, even while threads do work that no request waits for.
 
-        Python joins threads before it ends, and one that is tokenizing a long text cannot be interrupted.
+        Python joins threads before it exits, and one that tokenizes a long text cannot be interrupted.
         """
         self._deadline_enforced.set()
 
     async def drain(self, state: ServerState) -> None:
-        """Refuse new work, let running requests finish for a while, then end them with an error."""
+        """Refuse new work, wait the grace period for running requests, then end them with an error."""
         state.draining = True
         if state.in_flight:
             left = describe_time_left(state.in_flight, self._grace_ends - time.monotonic())
             print_status(f"draining: {left}; signal again to stop at once")
         if not await _idle(state, self._grace_ends):
-            print_status(f"the grace period is over; requests that are aborted: {state.in_flight}")
+            print_status(f"the grace period is over: aborting {state.in_flight} requests")
             state.abort_all()
             await _idle(state, time.monotonic() + ABORT_SECONDS)
         print_status("stopped")
 
     async def close(self, server: HttpServer, http: asyncio.Task[None]) -> None:
-        """End the HTTP server, which `http` runs, and the engine."""
+        """End the HTTP server, which the task `http` runs, and the engine."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._left()):
                 await asyncio.gather(self._close_http(server, http), self._client.close())
@@ -91,7 +91,7 @@ class Shutdown:
 
 
 def describe_time_left(requests: int, seconds: float) -> str:
-    """How long so many requests may go on, in words."""
+    """The remaining time of running requests, in words."""
     who = "1 request has" if requests == 1 else f"{requests:,} requests have"
     if seconds > _UNLIMITED_SECONDS:
         return f"{who} all the time needed to finish"

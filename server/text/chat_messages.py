@@ -14,15 +14,10 @@ from windlass.server.schemas.tools import MadeFunctionCall, parse_arguments
 from windlass.server.text.template_facts import TemplateCapabilities
 
 _IGNORED_FIELDS = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
-
 _EXCLUDED_FIELDS = {"type", *_IGNORED_FIELDS, "function_call", "tool_calls", "tool_call_id", "content"}
-
 MAX_ARGUMENT_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
-
 _ROLES_WITH_CONTENT = frozenset({"user", "system", "developer"})
-
 _ROLES = (*sorted(_ROLES_WITH_CONTENT), "assistant", "tool", "function")
-
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -34,8 +29,7 @@ def prepare_history(
 ) -> list[dict[str, Any]]:
     """The messages for the template; raises ApiError naming the message at fault.
 
-    tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
-    a call, for that text.
+    tools: functions on offer; a system message describes them if the template cannot. example: of a call, for that message.
     """
     check_history(messages, capabilities)
     values = _ValueCounter()
@@ -51,10 +45,10 @@ def prepare_history(
 
 
 def check_history(messages: Sequence[ChatMessage], capabilities: TemplateCapabilities | None) -> None:
-    """Who asks or instructs says something, if an empty text, and calls are answered; raises ApiError naming the message.
+    """Check that user and system messages have content and that calls have results; raises ApiError naming the message.
 
-    facts: of the template, which may know roles of its own. One that it does not name is refused where it is a slip of a known
-    one: most templates would write it as it is, for a model that has never seen it.
+    capabilities: of the template, which may support further roles. An unsupported role that resembles a known one is refused,
+    because most templates would render it unchanged for a model that has never seen it.
     """
     for number, message in enumerate(messages):
         suggestion = (
@@ -65,12 +59,14 @@ def check_history(messages: Sequence[ChatMessage], capabilities: TemplateCapabil
             raise bad_request(f"{where} is {message.role!r}: did you mean {suggestion!r}?", where, "invalid_value")
         if message.role in _ROLES_WITH_CONTENT and message.content is None:
             where = f"messages[{number}].content"
-            raise bad_request(f"{where} is missing: what the {message.role} says stands in it", where, "missing_field")
+            raise bad_request(
+                f"{where} is missing: a message of the role {message.role} must have it", where, "missing_field"
+            )
     _check_calls(messages)
 
 
 def _suggest_role(role: str) -> str | None:
-    """The known role that this one is a letter away from, or two letters the wrong way round; None for a known one."""
+    """A known role that differs by one letter or by two swapped letters; None for a known role."""
     if role in _ROLES:
         return None
     return next((known for known in _ROLES if _is_one_edit_away(role, known)), None)
@@ -86,9 +82,9 @@ def _is_one_edit_away(one: str, other: str) -> bool:
 
 
 def _check_calls(messages: Sequence[ChatMessage]) -> None:
-    """Every call is answered by a message behind it, before anybody else speaks, and every answer answers a call."""
+    """Check that tool messages with the results of all calls follow an assistant message, and that each has its call."""
     open_calls: dict[str, None] = {}
-    at = 0  # the message that made them
+    at = 0  # index of the message with the calls
     for number, message in enumerate(messages):
         if message.role == "tool":
             where = f"messages[{number}].tool_call_id"
@@ -116,20 +112,20 @@ def _check_calls(messages: Sequence[ChatMessage]) -> None:
         where = f"messages[{at}].tool_calls"
         shown = ", ".join(call[:64] for call in list(open_calls)[:3])
         raise bad_request(
-            f"{where}: no tool message answers {shown}: every call needs one, right behind this message",
+            f"{where}: no tool message answers {shown}: every call needs one, directly after this message",
             where,
             "invalid_value",
         )
 
 
 class _ValueCounter:
-    """Counts keys and values of arguments. As text in a body they were no structure, so only each call by itself was bounded."""
+    """Counts keys and values in the arguments of all calls. As strings in a body they were not counted as its structure."""
 
     def __init__(self) -> None:
         self._total = 0
 
     def count(self, arguments: Any, path: str) -> Any:
-        """The same; raises ApiError naming `path` where all of them have too many."""
+        """The arguments; raises ApiError naming `path` if all calls together have too many values."""
         stack = [arguments]
         while stack:
             item = stack.pop()
@@ -151,7 +147,7 @@ def _template_message(
 ) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True, exclude=_EXCLUDED_FIELDS)
     if plain["role"] == "developer" and not capabilities.developer:
-        plain["role"] = "system"  # `developer` is OpenAI's newer name of it
+        plain["role"] = "system"  # OpenAI's newer name is `developer`
     elif plain["role"] == "function":
         plain["role"] = "tool"
     calls = [(call.id, call.function) for call in message.tool_calls or ()]
@@ -190,17 +186,17 @@ def _arguments(function: MadeFunctionCall, capabilities: TemplateCapabilities) -
 
 
 def _function_call_id(name: str) -> str:
-    return f"call_{name}"  # calls of the older form have none
+    return f"call_{name}"  # calls of the older form have no id
 
 
 def _template_call_id(call_id: str, capabilities: TemplateCapabilities) -> str:
-    """An id that the template takes: the same one for the same call."""
+    """A call id that the template accepts, the same for the same call."""
     if not capabilities.short_ids or _ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
-# ---- templates that know no calls ------------------------------------------------------------------------------------
+# ---- templates without calls ------------------------------------------------------------------------------------
 _INSTRUCTIONS = """You may call these functions:
 
 {functions}
@@ -222,10 +218,10 @@ def _with_instructions(
 
 
 def _without_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as the text that made them, and their results as messages of the user."""
+    """The messages with calls as text in their content, and results as user messages."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    results = False  # the last message tells results
+    results = False  # whether the last message has results
     for message in messages:
         calls = message.get("tool_calls", ())
         names.update({call["id"]: call["function"]["name"] for call in calls})

@@ -1,4 +1,4 @@
-"""Chat templates in a jinja2 sandbox, byte for byte as transformers renders them."""
+"""Chat templates in a jinja2 sandbox, byte for byte as transformers renders them, and templates of pairs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from windlass.server.text.pair_prompts import PairField, PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 
+MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templates read the first
+_PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
+_ROLES: dict[PairField, str] = {"instruction": "system", "query": "query", "document": "document"}
+_PLACEHOLDERS: dict[PairField, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # private use
+_SPACE = "\u2003"  # white space that no template contains; whether it remains shows whether a text is trimmed
+_PLACEHOLDER_PATTERN = re.compile(f"({_SPACE}?)([\ue000-\ue002])({_SPACE}?)")
+
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training masks; when serving it renders its body."""
+    """`{% generation %}` marks the assistant's text for training masks; for serving it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -54,7 +63,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """`dict` as templates may use it: callable, without the type's own attributes."""
+    """`dict` for templates: callable, without the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -83,13 +92,13 @@ def _strftime_now(format: str) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox, which leaves all arithmetic to rendering: `9 ** 9 ** 9` would else be compiled."""
+    """jinja2's immutable sandbox without constant folding, which would compute `9 ** 9 ** 9` while compiling."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
 
 def sandboxed_environment() -> jinja2.Environment:
-    """An environment with everything chat templates expect, as transformers sets it up."""
+    """An environment with the extensions and globals of chat templates in transformers."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -103,17 +112,8 @@ def sandboxed_environment() -> jinja2.Environment:
     return environment
 
 
-MAX_OUTPUT_CHARS = 16 * 1024 * 1024
-
-_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
-
-_PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
-
-
 class ChatTemplateError(ValueError):
-    """The messages cannot be rendered with this template; the message is short and fit for the caller."""
+    """The messages cannot be rendered with this template; the message is short and meant for the client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -121,10 +121,10 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled chat template; rendering is thread-safe and touches neither disk nor network.
+    """A compiled chat template; rendering is thread-safe and uses neither disk nor network.
 
-    source: the jinja2 text. special_tokens: names such as bos_token, visible to the template.
-    Raises ChatTemplateError when the source does not parse.
+    source: jinja2 text. special_tokens: names such as bos_token, visible to the template.
+    Raises ChatTemplateError if the source does not parse.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._plain_reasoning = bool(_PLAIN_REASONING.search(source))
         self._max_output_chars = max_output_chars
-        self._null_content = TemplateCapabilities.of(source).null_content
+        self._null_content = TemplateCapabilities.from_source(source).null_content
         try:
             self._template = sandboxed_environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -160,13 +160,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation; tokenize it with add_special_tokens=False.
 
-        messages: JSON-like mappings; keys whose value is None are dropped first, as in transformers, but for the content
-        of a message that calls where the template asks whether it is none.
-        continue_final_message: end inside the last message so that the model goes on with it (True: its "content"; a
-        string: that field). Excludes add_generation_prompt, which must then be False.
-        variables: further variables of the template, under names a caller chose (`chat_template_kwargs`); they win over
-        special tokens, and a name that belongs to this method is refused. kwargs: the same, for names you chose.
-        Raises ChatTemplateError.
+        messages, tools, variables: exact JSON types (dict, list, str, int, float, bool, None), whose methods the sandbox knows.
+        Keys of messages whose value is None are dropped, as in transformers, except the content of a message with calls if the
+        template tests whether it is none.
+        continue_final_message: end inside the last message, for the model to continue it (True: its "content"; a string: that
+        field). Excludes add_generation_prompt, which must then be False.
+        variables, kwargs: further variables of the template, such as `chat_template_kwargs`. They override special tokens; names
+        of `RESERVED` are refused. Raises ChatTemplateError.
         """
         if not messages:
             raise ChatTemplateError("messages must hold at least one message")
@@ -181,10 +181,10 @@ class ChatTemplate:
         try:
             chat = _prepare_messages(messages, self._plain_reasoning, self._null_content)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
-            scope = {"documents": None, **self._special_tokens, **_json_copy(extra)}
+            scope = {"documents": None, **self._special_tokens, **extra}
             scope.update(
                 messages=chat,
-                tools=_json_copy(tools) if tools is not None else None,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
             text = self._generate(scope)
@@ -198,8 +198,8 @@ class ChatTemplate:
         except RecursionError as error:
             raise ChatTemplateError("the chat template or the messages nest too deeply") from error
         except MemoryError:
-            raise  # whoever bounds the memory says so
-        except Exception as error:  # a template may fail in any way Python code can, on data its author never saw
+            raise  # reported by the code that set the limit
+        except Exception as error:  # templates can fail in any way that Python code can
             raise ChatTemplateError(f"the chat template failed on these messages: {_short_message(error)}") from error
 
     def _generate(self, scope: dict[str, Any]) -> str:
@@ -220,32 +220,16 @@ def _short_message(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _json_copy(value: Any) -> Any:
-    """A fresh copy made of exact JSON types, so that nothing with methods of its own reaches the template."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_json_copy(key): _json_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json_copy(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_json_copy(item) for item in value)
-    for exact in (str, int, float):
-        if isinstance(value, exact):
-            return exact(value)
-    return f"<{type(value).__name__}>"
-
-
 def _prepare_messages(
     messages: Sequence[Mapping[str, Any]], plain_reasoning: bool, null_content: bool
 ) -> list[dict[str, Any]]:
-    """Fresh messages without empty keys, the thinking of earlier turns under every name that templates read it by."""
+    """Copies of the messages without empty keys, with the thinking of earlier turns under all names that templates read."""
     chat: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, Mapping):
             raise ChatTemplateError(f"each message must be an object, got {type(message).__name__}")
         # Clients send "content": null or "tool_calls": null; templates test for the key, not for None.
-        plain = {key: _json_copy(value) for key, value in message.items() if value is not None}
+        plain = {key: value for key, value in message.items() if value is not None}
         if null_content and "tool_calls" in plain and "content" in message:
             plain.setdefault("content", None)
         reasoning = next((plain[key] for key in _REASONING_FIELDS if plain.get(key) is not None), None)
@@ -258,7 +242,7 @@ def _prepare_messages(
 
 
 def _tag_final_message(chat: list[dict[str, Any]], field: bool | str, source: str) -> str:
-    """Append the tag to the text to be continued, in place; returns that text without the tag."""
+    """Append the tag to the text to be continued, in the copied message; returns that text without the tag."""
     name = field if isinstance(field, str) else "content"
     last = chat[-1]
     text = last.get(name)
@@ -270,10 +254,12 @@ def _tag_final_message(chat: list[dict[str, Any]], field: bool | str, source: st
     if not any(key in source for key in fields):
         raise ChatTemplateError(f'continue_final_message: the chat template does not use the field "{name}"')
     if isinstance(text, (list, tuple)):
-        for block in reversed(text):
+        blocks = list(text)
+        for index, block in reversed(list(enumerate(blocks))):
             if isinstance(block, dict) and isinstance(block.get("text"), str):
                 original: str = block["text"]
-                block["text"] = original + _CONTINUE_TAG
+                blocks[index] = {**block, "text": original + _CONTINUE_TAG}
+                last.update(dict.fromkeys(fields, blocks))
                 return original
         raise ChatTemplateError("continue_final_message is set but the final message has no text to continue")
     if not isinstance(text, str):
@@ -290,25 +276,16 @@ def _strip_from_tag(rendered: str, final: str) -> str:
     at = rendered.rindex(tag)
     if rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
         return rendered[:at]
-    return rendered[:at].rstrip()  # the template trims messages: trim as it would have without the tag
-
-
-_ROLES: dict[PairField, str] = {"instruction": "system", "query": "query", "document": "document"}
-
-_PLACEHOLDERS: dict[PairField, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # of no script
-
-_SPACE = "\u2003"  # white space of no template: what is left of it tells whether a text is trimmed
-
-_PLACEHOLDER_PATTERN = re.compile(f"({_SPACE}?)([\ue000-\ue002])({_SPACE}?)")
+    return rendered[:at].rstrip()  # the template trims messages, so it would also have trimmed this one
 
 
 def build_pair_template(template: ChatTemplate) -> PairTemplate:
-    """Raises ChatTemplateError for a template that does not show messages of the roles `query` and `document`."""
+    """The pair template of a chat template; raises ChatTemplateError if that does not render the roles `query` and `document`."""
     plain = _split_at_placeholders(template, ("query", "document"))
     missing = [role for role in ("query", "document") if role not in plain.pair_fields]
     if missing:
         raise ChatTemplateError(
-            f"it shows no message of the role {' and none of '.join(missing)}, and has to show a query and a document"
+            f"it shows no message of the role {' and none of '.join(missing)}, and must show a query and a document"
         )
     try:
         instructed = _split_at_placeholders(template, ("instruction", "query", "document"))
@@ -321,10 +298,8 @@ def _split_at_placeholders(template: ChatTemplate, roles: tuple[PairField, ...])
     messages = [
         {"role": _ROLES[pair_field], "content": f"{_SPACE}{_PLACEHOLDERS[pair_field]}{_SPACE}"} for pair_field in roles
     ]
-    # The texts and, between them, of each gap the space before it, its mark, and the space behind it.
+    # Texts and, for each gap between them, the space before it, its placeholder and the space after it.
     pieces = _PLACEHOLDER_PATTERN.split(template.render(messages))
     pair_fields = {mark: pair_field for pair_field, mark in _PLACEHOLDERS.items()}
-    whole = [bool(before and behind) for before, behind in zip(pieces[1::4], pieces[3::4], strict=True)]
-    return PairPrompt(
-        tuple(pieces[::4]), tuple(pair_fields[mark] for mark in pieces[2::4]), tuple(not one for one in whole)
-    )
+    trimmed = [not (before and after) for before, after in zip(pieces[1::4], pieces[3::4], strict=True)]
+    return PairPrompt(tuple(pieces[::4]), tuple(pair_fields[mark] for mark in pieces[2::4]), tuple(trimmed))

@@ -1,4 +1,4 @@
-"""The prompt that puts a query and a document before the model."""
+"""Prompts of rerankers, with gaps for query, document and instruction."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Literal
 
 PairField = Literal["query", "document", "instruction"]
 
-# That of Qwen3-Reranker, as its authors publish it: the instruction is a message in front of the others, and has a default.
+# As published with Qwen3-Reranker. The instruction is an optional first message.
 QWEN3_RERANKER_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
     "{{ messages[0].content if messages | length > 2 else "
     "'Given a web search query, retrieve relevant passages that answer the query' }}\n"
     "<Query>: {{ messages[-2].content }}\n<Document>: {{ messages[-1].content }}<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n\n\n"  # Jinja takes the last one off
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n\n"  # Jinja removes the last newline
 )
 
 
 def names_pair_roles(source: str) -> bool:
-    """Whether a template names both roles; those of chats do not."""
+    """Whether a template names both roles, which templates of chats do not."""
     return all(re.search(rf"['\"]{role}['\"]", source) for role in ("query", "document"))
 
 
 @dataclass(frozen=True, slots=True)
 class PairPrompt:
-    """texts: around the gaps, one more than there are. trimmed: per gap, whether white space around what it takes is left out."""
+    """A prompt with gaps. texts: around the gaps, one more than gaps. trimmed: per gap, whether its value is stripped."""
 
     texts: tuple[str, ...]
     pair_fields: tuple[PairField, ...]
@@ -39,7 +39,7 @@ class PairPrompt:
         return sum(map(len, self.texts))
 
     def fill(self, values: Mapping[PairField, str]) -> tuple[str, int, str]:
-        """The whole text; where in it the document begins, first of all places, and what of it stands there."""
+        """(text, offset of the document's first occurrence in it, the document as inserted)."""
         parts, size = [self.texts[0]], len(self.texts[0])
         begin, document = size, ""
         for pair_field, trimmed, text in zip(self.pair_fields, self.trimmed, self.texts[1:], strict=True):
@@ -53,7 +53,7 @@ class PairPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """plain: without an instruction of the caller's. instructed: with one; None: there is no place for one."""
+    """The prompts of a reranker. instructed: with an instruction from the request, None if it has no gap for one."""
 
     plain: PairPrompt
     instructed: PairPrompt | None

@@ -1,4 +1,4 @@
-"""Text work of the API: tokenizing, detokenizing, chat templates and pairs of texts."""
+"""Text work of the API: tokenizing, detokenizing, chat templates, grammars and pairs of texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
 from windlass.engine.errors import LoadError
 from windlass.server.config.settings import ServerSettings
@@ -18,157 +19,524 @@ from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of
-from windlass.server.text.workers.frames import WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
-from windlass.server.text.workers.pool import (
-    LARGE_JOB,
-    ClosedError,
-    Limits,
+from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
+from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool
+from windlass.server.text.workers.processes import (
+    KilledError,
     OutOfMemoryError,
-    QueueFullError,
+    ProcessDiedError,
     RefusedError,
-    TextPool,
+    TextWorkerError,
+    TooSlowError,
 )
-from windlass.server.text.workers.processes import KilledError, ProcessDiedError, TooSlowError
-from windlass.server.text.workers.tasks import TextTasks, call
+from windlass.server.text.workers.tasks import TextTasks
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
+MAX_BATCH_TEXTS = 32  # short prompts tokenized in one job; other callers take turns between jobs
+MAX_CACHED_BREAKER_SIZE = 1 << 16  # ids, sequences, and characters of the breakers, over all cached lists
+MAX_CACHED_BREAKER_LISTS = 64  # even a list without any tokens takes memory
+
+# A chat with more messages, more text, or more values in its calls and variables is prepared on a thread.
+MAX_INLINE_MESSAGES = 64
+MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
+MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
+MAX_CONCURRENT_GRAMMARS = 2
+GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready for the engine. text: that of all its ids, None for a prompt given as ids or truncated. The prompt of a chat
+    always has the rendered text."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class ChatOptions(TypedDict):
+    """How messages are rendered. variables: of the template, from the request. tools: the functions on offer."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    variables: dict[str, Any] | None
+    tools: NotRequired[Sequence[Mapping[str, Any]] | None]
+
+
+class TokenizeOptions(TypedDict):
+    """Options of a response of /tokenize. offsets, token_strs: whether it has these fields."""
+
+    add_special_tokens: bool
+    offsets: bool
+    token_strs: bool
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a text job. kind: prefix of error codes. subject: of error messages."""
+
+    kind: Literal["text", "template", "grammar"]
+    subject: str
+    limits: Limits
+
 
 @contextmanager
-def pool_errors_as_api_errors(param: str, subject: str, limits: Limits, kind: str = "text") -> Iterator[None]:
-    """The pool's errors as the caller shall read them. subject: what was at work. kind: "text", "template" or "grammar"."""
+def pool_errors_as_api_errors(param: str, *phases: Phase) -> Iterator[None]:
+    """Turn errors of the pool into ApiError. phases: those of the job."""
     try:
         yield
-    except RefusedError as error:
+    except LoadError as error:
+        raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
+    except TextWorkerError as error:
+        raise _api_error(error, param, phases[error.phase]) from None
+
+
+def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
+    subject, kind = phase.subject, phase.kind
+    if isinstance(error, RefusedError):
         code = {"template": "chat_template_error", "grammar": "invalid_grammar"}.get(kind)
-        raise bad_request(str(error), param, code) from None
-    except TooSlowError:
-        raise bad_request(f"{subject} took more than {limits.seconds:g} s", param, f"{kind}_timeout") from None
-    except OutOfMemoryError:
-        mib = limits.memory >> 20
-        raise bad_request(f"{subject} took more than {mib} MiB of memory", param, f"{kind}_memory") from None
-    except KilledError:
-        message = f"{subject} was ended from outside, perhaps for lack of memory: send it again"
-        raise unavailable(message, code="text_unavailable", retry_after=1) from None
-    except ProcessDiedError as error:
-        raise bad_request(f"{subject} ended the process it ran in ({error})", param, f"{kind}_failed") from None
-    except QueueFullError:
-        raise ApiError(
+        return bad_request(str(error), param, code)
+    if isinstance(error, TooSlowError):
+        return bad_request(f"{subject} took more than {phase.limits.seconds:g} s", param, f"{kind}_timeout")
+    if isinstance(error, OutOfMemoryError):
+        mib = phase.limits.memory >> 20
+        return bad_request(f"{subject} took more than {mib} MiB of memory", param, f"{kind}_memory")
+    if isinstance(error, KilledError):
+        message = f"{subject} was ended from outside, perhaps for lack of memory: send the request again"
+        return unavailable(message, code="text_unavailable", retry_after=1)
+    if isinstance(error, ProcessDiedError):
+        return bad_request(f"{subject} ended the process it ran in ({error})", param, f"{kind}_failed")
+    if isinstance(error, QueueFullError):
+        return ApiError(
             429,
-            "too much text waits to be tokenized already: try again later",
+            "too much text is waiting to be tokenized: try again later",
             type="rate_limit_error",
             code="too_much_text",
             retry_after=1,
-        ) from None
-    except (ClosedError, LoadError) as error:
-        raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
+        )
+    return unavailable(str(error), code="text_unavailable", retry_after=1)
 
 
-T = TypeVar("T")
+class TextService:
+    """The text work of one app. `caller` in its methods: waiting requests of different callers take turns."""
 
-MAX_BATCH_TEXTS = 32  # short prompts tokenized in one job: between jobs others have their turn
+    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        # By whether functions are on offer.
+        sources = {tools: tokenizer.template_for(tools) for tools in (False, True)}
+        self._template_capabilities = {
+            tools: None if source is None else TemplateCapabilities.from_source(source)
+            for tools, source in sources.items()
+        }
+        self._call_examples = {
+            tools: format_of(settings.tool_call_parser, source).example for tools, source in sources.items()
+        }
+        self.fill_in = FimTokens.from_tokenizer(tokenizer)
+        self._pool = TextPool(
+            WorkerSource.from_tokenizer(tokenizer, settings.ranking),
+            short=settings.text_processes,
+            large=1,
+            templates=settings.max_concurrent_templates,
+            grammars=MAX_CONCURRENT_GRAMMARS,
+            max_waiting=settings.max_waiting_text_chars,
+        )
+        text_limits = Limits(settings.text_seconds, settings.text_memory)
+        template_limits = Limits(settings.template_seconds, settings.template_memory)
+        self.tokenizing = Phase("text", "tokenizing this text", text_limits)
+        self._rendering = Phase("template", "the chat template, on these messages,", template_limits)
+        self._max_token_chars: int | None = None
+        self.pairs = PairTokenizer(self)
+        self._breakers: dict[tuple[str, ...], tuple[frozenset[int], frozenset[tuple[int, ...]]]] = {}
+        self._grammars: dict[tuple[str, str, str], str] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
 
+    @property
+    def template_capabilities(self) -> TemplateCapabilities | None:
+        """Capabilities of the template for chats with functions (most models have only one); None without a template."""
+        return self._template_capabilities[True]
 
-class TextLengthCheck(Protocol):
-    """See `TextService.check_text_length`."""
+    def template_capabilities_for(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateCapabilities | None:
+        """Capabilities of the template for chats with these functions; None without a template."""
+        return self._template_capabilities[bool(tools)]
 
-    async def __call__(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None: ...
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a template for plain chats."""
+        return self._template_capabilities[False] is not None
+
+    @property
+    def processes_lost(self) -> int:
+        """Number of processes that ended unexpectedly."""
+        return self._pool.processes_lost
+
+    # ---- start and end -----------------------------------------------------------------------------------------------
+    def spawn(self) -> None:
+        """Start loading the processes and computing the longest token, which visits the whole vocabulary once."""
+        self._pool.spawn()
+        self._threads.submit(lambda: self._tokenizer.max_token_chars)
+
+    def wait_loaded(self) -> None:
+        """Load; blocks. Raises LoadError if the chat template cannot be used."""
+        self._pool.wait_loaded()
+
+    def pair_template(self) -> PairTemplate | None:
+        """The template of pairs, if there is one; blocks while the text processes load. Raises ApiError."""
+        phase = Phase("template", "loading the chat template", self._rendering.limits)
+        with pool_errors_as_api_errors("model", phase):
+            return self._pool.pairs()
+
+    def close(self) -> None:
+        """End processes and threads without waiting for their work."""
+        self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+    async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of bounded cost on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def run(
+        self,
+        task: partial[R],
+        *phases: Phase,
+        param: str,
+        size: int,
+        caller: str,
+        limiter: FairLimiter | None = None,
+    ) -> R:
+        """Run a text job, see `TextPool.run`; raises ApiError naming `param`. phases: `tokenizing` if none is given."""
+        phases = phases or (self.tokenizing,)
+        with pool_errors_as_api_errors(param, *phases):
+            limits = [phase.limits for phase in phases]
+            return await self._pool.run(task, *limits, size=size, caller=caller, limiter=limiter)
+
+    # ---- text to tokens and back -------------------------------------------------------------------------------------
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int,
+        truncate: int | None,
+        keep_first: bool = False,
+        param: str,
+        caller: str,
+        numbered: bool = False,
+    ) -> list[Prompt]:
+        """Tokenize `texts`; raises ApiError for one that cannot fit, before tokenizing it.
+
+        truncate: keep the last `truncate` tokens, or with `keep_first` the first. The text may then be longer than the context,
+        up to a limit. numbered: errors name the index of a text after `param`.
+        """
+        names = [f"{param}[{index}]" if numbered else param for index in range(len(texts))]
+        for text, name in zip(texts, names, strict=True):
+            await self.check_text_length(len(text), max_model_len, truncated=truncate is not None, param=name)
+        prompts: list[Prompt] = []
+        for batch in batches(texts, len):
+            task = partial(TextTasks.encode, texts=batch, add_special_tokens=add_special_tokens)
+            packed = await self.run(task, param=param, size=sum(map(len, batch)), caller=caller)
+            for text, ids in zip(batch, packed, strict=True):
+                name = names[len(prompts)]
+                token_ids = await self._unpack(ids, max_model_len, truncate, keep_first=keep_first, param=name)
+                prompts.append(Prompt(token_ids, text if len(token_ids) == count_ids(ids) else None))
+        return prompts
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int | None,
+        truncate: int | None = None,
+        keep_first: bool = False,
+        caller: str,
+        **options: Unpack[ChatOptions],
+    ) -> Prompt:
+        """Render and tokenize a chat in one job; raises ApiError as `render` and `encode` do.
+
+        max_model_len: None for no limit. truncate, keep_first: see `encode`.
+        """
+        max_characters = None
+        self._check_chat(messages, options)
+        if max_model_len is not None:
+            size = sum(len(message.content or "") for message in messages)
+            await self.check_text_length(size, max_model_len, truncated=truncate is not None, param="messages")
+            max_characters = await self._max_characters(max_model_len, truncated=truncate is not None)
+        conversation, size = await self._prepare_chat(messages, options)
+        task = partial(
+            TextTasks.encode_chat, add_special_tokens=add_special_tokens, max_characters=max_characters, **conversation
+        )
+        phases = self._rendering, self.tokenizing
+        limiter = self._pool.templates
+        encoded = await self.run(task, *phases, param="messages", size=size, caller=caller, limiter=limiter)
+        if isinstance(encoded, int):
+            assert max_model_len is not None
+            raise await self._too_long(encoded, max_model_len, truncated=truncate is not None, param="messages")
+        text, packed = encoded
+        return Prompt(
+            await self._unpack(packed, max_model_len, truncate, keep_first=keep_first, param="messages"), text
+        )
+
+    async def render(self, messages: Sequence[ChatMessage], *, caller: str, **options: Unpack[ChatOptions]) -> str:
+        """The chat as text; raises ApiError 400 without a template, or if it refuses the messages."""
+        self._check_chat(messages, options)
+        conversation, size = await self._prepare_chat(messages, options)
+        task, limiter = partial(TextTasks.render, **conversation), self._pool.templates
+        return await self.run(task, self._rendering, param="messages", size=size, caller=caller, limiter=limiter)
+
+    async def encode_word_variants(
+        self, words: Sequence[str], *, param: str, caller: str
+    ) -> tuple[tuple[int, ...], ...]:
+        """Id sequences of words at the beginning of a text and after a space."""
+        task = partial(TextTasks.encode_word_variants, words=words)
+        return await self.run(task, param=param, size=sum(map(len, words)), caller=caller)
+
+    async def breaker_tokens(
+        self, breakers: Sequence[str], *, param: str, caller: str
+    ) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+        """(ids of tokens that contain a breaker, sequences of ids that do). Recent lists are cached."""
+        key = tuple(breakers)
+        found = self._breakers.pop(key, None)
+        if found is None:
+            task = partial(TextTasks.breaker_tokens, breakers=key)
+            phase = Phase("text", "searching the vocabulary for sequence breakers", self.tokenizing.limits)
+            found = await self.run(task, phase, param=param, size=self._tokenizer.vocab_size, caller=caller)
+        self._breakers[key] = found  # at the end: the first one is the least recently used
+        size = sum(_cached_size(*item) for item in self._breakers.items())
+        while len(self._breakers) > 1 and (
+            size > MAX_CACHED_BREAKER_SIZE or len(self._breakers) > MAX_CACHED_BREAKER_LISTS
+        ):
+            first = next(iter(self._breakers))
+            size -= _cached_size(first, self._breakers.pop(first))
+        return found
+
+    async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
+        """The text of each list of token ids."""
+        packed = [pack_ids(ids) for ids in prompts]
+        task = partial(TextTasks.decode, prompts=packed, skip_special_tokens=skip_special_tokens)
+        phase = Phase("text", "detokenizing this prompt", self.tokenizing.limits)
+        return await self.run(task, phase, param="prompt", size=sum(map(len, prompts)), caller=caller)
+
+    async def tokenize(self, text: str, *, caller: str, **options: Unpack[TokenizeOptions]) -> bytes:
+        """The JSON response of /tokenize for a text."""
+        task = partial(TextTasks.tokenize, text=text, max_bytes=self._settings.max_response_bytes, **options)
+        return await self.run(task, param="prompt", size=len(text), caller=caller)
+
+    async def tokenize_chat(
+        self, messages: Sequence[ChatMessage], chat: ChatOptions, *, caller: str, **options: Unpack[TokenizeOptions]
+    ) -> bytes:
+        """The JSON response of /tokenize for a chat, which is rendered and tokenized in one job; raises as `render` does."""
+        self._check_chat(messages, chat)
+        conversation, size = await self._prepare_chat(messages, chat)
+        max_bytes = self._settings.max_response_bytes
+        task = partial(TextTasks.tokenize_chat, conversation=conversation, max_bytes=max_bytes, **options)
+        phases, limiter = (self._rendering, self.tokenizing), self._pool.templates
+        return await self.run(task, *phases, param="messages", size=size, caller=caller, limiter=limiter)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str
+    ) -> bytes:
+        """The JSON response of /detokenize."""
+        task = partial(
+            TextTasks.detokenize,
+            token_ids=await self.run_in_thread(pack_ids, token_ids),
+            skip_special_tokens=skip_special_tokens,
+            offsets=offsets,
+            token_strs=token_strs,
+            max_bytes=self._settings.max_response_bytes,
+        )
+        phase = Phase("text", "detokenizing these tokens", self.tokenizing.limits)
+        return await self.run(task, phase, param="tokens", size=len(token_ids), caller=caller)
+
+    async def compile_grammar(self, kind: str, value: str, alternative: str, *, param: str, caller: str) -> str:
+        """A serialized grammar, see `windlass.server.text.grammars`; recent ones are cached. Raises ApiError 400."""
+        key = kind, value, alternative
+        grammar: str | None = self._grammars.pop(key, None)
+        if grammar is None:
+            task = partial(TextTasks.compile_grammar, kind=kind, value=value, alternative=alternative)
+            phase = Phase("grammar", "compiling this grammar", Limits(GRAMMAR_SECONDS, self.tokenizing.limits.memory))
+            size, limiter = len(value) + len(alternative), self._pool.grammars
+            grammar = await self.run(task, phase, param=param, size=size, caller=caller, limiter=limiter)
+            while len(self._grammars) >= MAX_CACHED_GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+        self._grammars[key] = grammar  # at the end: the first one is the least recently used
+        return grammar
+
+    # ---- lengths -----------------------------------------------------------------------------------------------------
+    async def check_text_length(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
+        """Raise ApiError for a text that cannot fit into `max_model_len` tokens. truncated: see `encode`."""
+        # A token has at least one character.
+        if characters > max_model_len and characters > await self._max_characters(max_model_len, truncated=truncated):
+            raise await self._too_long(characters, max_model_len, truncated=truncated, param=param)
+
+    async def _max_characters(self, max_model_len: int, *, truncated: bool) -> int:
+        if self._max_token_chars is None:
+            self._max_token_chars = await self.run_in_thread(lambda: self._tokenizer.max_token_chars)
+        most = max_model_len * self._max_token_chars
+        return max(most, self._settings.max_tokenize_chars) if truncated else most
+
+    async def _too_long(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> ApiError:
+        most = await self._max_characters(max_model_len, truncated=truncated)
+        if not truncated:
+            tokens = -(-characters // (self._max_token_chars or 1))
+            return context_length_exceeded(max_model_len, tokens, param=param, at_least=True)
+        return bad_request(
+            f"{param} holds {characters} characters, at most {most} are tokenized to be truncated: send only the part to keep",
+            param,
+            "string_too_long",
+        )
+
+    async def _unpack(
+        self, packed: bytes, max_model_len: int | None, truncate: int | None, *, keep_first: bool, param: str
+    ) -> list[int]:
+        """The ids, truncated; raises ApiError if there are too many. Many ids are unpacked on a thread."""
+        count = count_ids(packed)
+        if truncate is None and max_model_len is not None and count > max_model_len:
+            raise context_length_exceeded(max_model_len, count, param=param)
+        if truncate and count > truncate:
+            packed = slice_ids(packed, truncate, first=keep_first)
+        return await self.run_in_thread(unpack_ids, packed) if count_ids(packed) > LARGE_JOB else unpack_ids(packed)
+
+    # ---- chats -------------------------------------------------------------------------------------------------------
+    def _check_chat(self, messages: Sequence[ChatMessage], options: ChatOptions) -> None:
+        """Raise ApiError for options that cannot be used with this model or with each other."""
+        if self.template_capabilities_for(options.get("tools")) is None:
+            raise bad_request(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                "messages",
+                "no_chat_template",
+            )
+        for name in RESERVED:
+            if options["variables"] and name in options["variables"]:
+                raise bad_request(
+                    f"chat_template_kwargs.{name} comes from the request itself: leave it out",
+                    f"chat_template_kwargs.{name}",
+                )
+        if not options["continue_final_message"]:
+            return
+        if options["add_generation_prompt"]:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        if messages[-1].role != "assistant":
+            raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
+
+    async def _prepare_chat(self, messages: Sequence[ChatMessage], options: ChatOptions) -> tuple[dict[str, Any], int]:
+        """Arguments of `TextTasks.render`, and their size in characters and values."""
+        tools, variables = options.get("tools"), options["variables"]
+        if self._settings.template_kwargs:
+            variables = {**self._settings.template_kwargs, **(variables or {})}
+        capabilities = self.template_capabilities_for(tools)
+        assert capabilities is not None
+        prepared = messages, capabilities, variables, tools, self._call_examples[bool(tools)]
+        is_small = not tools and _is_small_chat(messages, variables)
+        plain, size = _prepare_history(*prepared) if is_small else await self.run_in_thread(_prepare_history, *prepared)
+        continuing, prompts = bool(options["continue_final_message"]), options["add_generation_prompt"]
+        conversation = {
+            "messages": plain,
+            "add_generation_prompt": (not continuing) if prompts is None else prompts,
+            "continue_final_message": continuing,
+            "variables": variables,
+            "tools": tools if capabilities.tools else None,
+            "with_tools": bool(tools),
+        }
+        return conversation, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """What holds for all pairs of a request. most: tokens that a pair may have. truncate: to which its second text is cut.
+    """Options for all pairs of a request. max_tokens: limit of a pair. truncate: tokens to which a pair is cut.
 
-    keep_first: whether it is cut at its end. first, seconds: what the texts are called, the second of each pair.
+    keep_first: whether the end of the second text is cut, or its beginning. first_param, second_params: names of the texts in
+    errors, the second one of each pair.
     """
 
     max_tokens: int
     truncate: int | None
     keep_first: bool
     add_special_tokens: bool
-    first: str
-    seconds: Sequence[str]
+    first_param: str
+    second_params: Sequence[str]
     caller: str
 
 
 class PairTokenizer:
-    """check_text_length: refuses a text by its length, before it is tokenized."""
+    """Tokenizes pairs of texts for rerankers and classifiers."""
 
-    def __init__(self, pool: TextPool, limits: Limits, check_text_length: TextLengthCheck) -> None:
-        self._pool, self._limits, self._check_text_length = pool, limits, check_text_length
+    def __init__(self, service: TextService) -> None:
+        self._service = service
 
-    def template(self) -> PairTemplate | None:
-        """How pairs are put to the model, if a template says so; blocks while the text processes load. Raises ApiError."""
-        with pool_errors_as_api_errors("model", "loading the chat template", self._limits, "template"):
-            return self._pool.pairs()
-
-    async def cut(
-        self, documents: Sequence[str], max_tokens: int, *, longest: int, param: str, caller: str
+    async def truncate(
+        self, documents: Sequence[str], max_tokens: int, *, max_model_len: int, param: str, caller: str
     ) -> list[str]:
-        """The beginning of each, of at most so many tokens. longest: tokens of the context. Raises ApiError for a giant one."""
+        """The beginning of each document, at most `max_tokens` tokens. Raises ApiError for one that is far too long."""
         for index, document in enumerate(documents):
-            await self._check_text_length(len(document), longest, truncated=True, param=f"{param}[{index}]")
+            name = f"{param}[{index}]"
+            await self._service.check_text_length(len(document), max_model_len, truncated=True, param=name)
         found: list[str] = []
         for batch in batches(documents, len):
-            with pool_errors_as_api_errors(param, "tokenizing this text", self._limits):
-                task_call = call(TextTasks.cut, batch, max_tokens=max_tokens)
-                cut = await self._pool.run(task_call, size=sum(map(len, batch)), limits=self._limits, caller=caller)
+            task = partial(TextTasks.truncate, texts=batch, max_tokens=max_tokens)
+            cut = await self._service.run(task, param=param, size=sum(map(len, batch)), caller=caller)
             found += cut
         return found
 
-    async def join(self, pairs: Sequence[tuple[str, str]], job: PairOptions) -> list[tuple[list[int], int]]:
-        """The token ids of pairs as the tokenizer joins them, each with where the second text begins.
+    async def join(self, pairs: Sequence[tuple[str, str]], options: PairOptions) -> list[tuple[list[int], int]]:
+        """Token ids of pairs as the tokenizer joins them, each with the index of the second text's first token.
 
-        The second is cut at its end so that both have no more than `truncate` tokens. Raises ApiError for a pair that cannot fit,
-        before tokenizing it where its length tells.
+        The end of the second text is cut so that a pair has at most `truncate` tokens. Raises ApiError for a pair that cannot
+        fit, if possible before tokenizing it.
         """
-        await self._check_lengths(pairs, job)
+        await self._check_lengths(pairs, options)
+        special, most = options.add_special_tokens, options.truncate
         found: list[tuple[list[int], int]] = []
         for batch in batches(pairs, _pair_length):
-            with pool_errors_as_api_errors(job.first, "tokenizing this text", self._limits):
-                task_call = call(
-                    TextTasks.encode_pairs, batch, add_special_tokens=job.add_special_tokens, max_tokens=job.truncate
-                )
-                size = sum(map(_pair_length, batch))
-                joined = await self._pool.run(task_call, size=size, limits=self._limits, caller=job.caller)
+            task = partial(TextTasks.encode_pairs, pairs=batch, add_special_tokens=special, max_tokens=most)
+            size = sum(map(_pair_length, batch))
+            joined = await self._service.run(task, param=options.first_param, size=size, caller=options.caller)
             for ids, begin in joined:
-                found.append((_unpack_within_limit(ids, job.max_tokens, job.seconds[len(found)]), begin))
+                found.append((_unpack_pair(ids, options, len(found)), begin))
         return found
 
     async def fill(
-        self, prompt: PairPrompt, instruction: str, pairs: Sequence[tuple[str, str]], job: PairOptions
+        self, prompt: PairPrompt, instruction: str, pairs: Sequence[tuple[str, str]], options: PairOptions
     ) -> list[list[int]]:
-        """The token ids of the prompt with each pair of query and document in it. Cuts and raises as `join` does."""
-        await self._check_text_length(len(instruction), job.max_tokens, truncated=False, param="instruction")
-        await self._check_lengths(pairs, job)
+        """Token ids of the prompt with each pair of query and document. Cuts and raises as `join` does."""
+        await self._service.check_text_length(
+            len(instruction), options.max_tokens, truncated=False, param="instruction"
+        )
+        await self._check_lengths(pairs, options)
         around = prompt.length + len(instruction)
         found: list[list[int]] = []
         for batch in batches(pairs, _pair_length):
-            with pool_errors_as_api_errors(job.first, "tokenizing this text", self._limits):
-                task_call = call(
-                    TextTasks.encode_pair_prompts,
-                    prompt,
-                    instruction,
-                    batch,
-                    add_special_tokens=job.add_special_tokens,
-                    max_tokens=job.truncate,
-                    keep_first=job.keep_first,
-                )
-                size = sum(around + _pair_length(pair) for pair in batch)
-                filled = await self._pool.run(task_call, size=size, limits=self._limits, caller=job.caller)
+            task = partial(
+                TextTasks.encode_pair_prompts,
+                prompt=prompt,
+                instruction=instruction,
+                pairs=batch,
+                add_special_tokens=options.add_special_tokens,
+                max_tokens=options.truncate,
+                keep_first=options.keep_first,
+            )
+            size = sum(around + _pair_length(pair) for pair in batch)
+            filled = await self._service.run(task, param=options.first_param, size=size, caller=options.caller)
             for ids in filled:
-                found.append(_unpack_within_limit(ids, job.max_tokens, job.seconds[len(found)]))
+                found.append(_unpack_pair(ids, options, len(found)))
         return found
 
-    async def _check_lengths(self, pairs: Sequence[tuple[str, str]], job: PairOptions) -> None:
-        for (first, second), name in zip(pairs, job.seconds, strict=True):
-            await self._check_text_length(len(first), job.max_tokens, truncated=False, param=job.first)
-            await self._check_text_length(len(second), job.max_tokens, truncated=job.truncate is not None, param=name)
+    async def _check_lengths(self, pairs: Sequence[tuple[str, str]], options: PairOptions) -> None:
+        check, most = self._service.check_text_length, options.max_tokens
+        for (first, second), name in zip(pairs, options.second_params, strict=True):
+            await check(len(first), most, truncated=False, param=options.first_param)
+            await check(len(second), most, truncated=options.truncate is not None, param=name)
 
 
 def batches(texts: Sequence[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Short texts, or pairs of them, together; a long one alone."""
+    """Groups of short texts, or of pairs of them; a long one alone."""
     batch: list[T] = []
     size = 0
     for text in texts:
@@ -185,333 +553,12 @@ def _pair_length(pair: tuple[str, str]) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-def _unpack_within_limit(packed: bytes, max_tokens: int, param: str) -> list[int]:
-    """The ids; raises ApiError where there are too many."""
+def _unpack_pair(packed: bytes, options: PairOptions, index: int) -> list[int]:
+    """The ids of a pair; raises ApiError if there are too many."""
     count = count_ids(packed)
-    if count > max_tokens:
-        raise context_length_exceeded(max_tokens, count, param=param)
+    if count > options.max_tokens:
+        raise context_length_exceeded(options.max_tokens, count, param=options.second_params[index])
     return unpack_ids(packed)
-
-
-MAX_CACHED_BREAKER_SIZE = 1 << 16  # ids, sequences and characters of the lists themselves, of all lists together
-
-MAX_CACHED_BREAKER_LISTS = 64  # each takes memory, even one of which nothing is found
-
-# A chat of more messages, of more text, or of more in its calls and variables is made plain off the loop.
-MAX_INLINE_MESSAGES = 64
-
-MAX_INLINE_VALUES = 8192  # values and their characters: a millisecond or two
-
-MAX_CACHED_GRAMMARS = 64  # agents send one schema again and again
-
-MAX_CONCURRENT_GRAMMARS = 2
-
-GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt ready for the engine. `text`: as the caller wrote it, None for token ids or a truncated prompt."""
-
-    token_ids: list[int]
-    text: str | None = None
-
-
-class TextService:
-    """One per app. `caller` everywhere: whose request it is; callers that wait for text work take turns."""
-
-    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        # By whether functions are on offer.
-        sources = {tools: tokenizer.template_for(tools) for tools in (False, True)}
-        self._template_capabilities = {
-            tools: None if source is None else TemplateCapabilities.of(source) for tools, source in sources.items()
-        }
-        self._call_examples = {
-            tools: format_of(settings.tool_call_parser, source).example for tools, source in sources.items()
-        }
-        self.fill_in = FimTokens.from_tokenizer(tokenizer)
-        self._pool = TextPool(
-            WorkerSource.of(tokenizer, settings.ranking),
-            short=settings.text_processes,
-            large=1,
-            templates=settings.max_concurrent_templates,
-            grammars=MAX_CONCURRENT_GRAMMARS,
-            max_waiting=settings.max_waiting_text_chars,
-        )
-        self._text_limits = Limits(settings.text_seconds, settings.text_memory)
-        self._template_limits = Limits(settings.template_seconds, settings.template_memory)
-        self.pairs = PairTokenizer(self._pool, self._text_limits, self.check_text_length)
-        self._breakers: dict[tuple[str, ...], tuple[frozenset[int], frozenset[tuple[int, ...]]]] = {}
-        self._grammars: dict[tuple[str, str, str], str] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
-
-    @property
-    def template_capabilities(self) -> TemplateCapabilities | None:
-        """Of the template for chats with functions, which is the only one of most models; None where there is none."""
-        return self._template_capabilities[True]
-
-    def template_capabilities_for(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateCapabilities | None:
-        """Of the template for chats with these functions on offer; None where there is none."""
-        return self._template_capabilities[bool(tools)]
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether there is a template for plain chats."""
-        return self._template_capabilities[False] is not None
-
-    @property
-    def processes_lost(self) -> int:
-        """Processes that ended when nobody had asked them to."""
-        return self._pool.processes_lost
-
-    # ---- life --------------------------------------------------------------------------------------------------------
-    def spawn(self) -> None:
-        """Begin to load the processes, and to compute what early refusals need: it visits the whole vocabulary once."""
-        self._pool.spawn()
-        self._threads.submit(lambda: self._tokenizer.max_token_chars)
-
-    def wait_loaded(self) -> None:
-        """Load; blocks. Raises LoadError where the chat template cannot be used."""
-        self._pool.wait_loaded()
-
-    def close(self) -> None:
-        """End processes and threads without waiting for their work."""
-        self._pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # ---- work --------------------------------------------------------------------------------------------------------
-    async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function of bounded cost beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-    async def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        max_model_len: int,
-        truncate: int | None,
-        keep_first: bool = False,
-        param: str,
-        caller: str,
-        numbered: bool = False,
-    ) -> list[Prompt]:
-        """Tokenize `texts`; raises ApiError for one that cannot fit, before tokenizing it.
-
-        truncate: keep the last so many tokens, or the first. The text may then be longer than the context, but not by any amount.
-        numbered: errors about one of the texts name its place in `param`, too.
-        """
-        names = [f"{param}[{index}]" if numbered else param for index in range(len(texts))]
-        for text, name in zip(texts, names, strict=True):
-            await self.check_text_length(len(text), max_model_len, truncated=truncate is not None, param=name)
-        prompts: list[Prompt] = []
-        for batch in batches(texts, len):
-            with pool_errors_as_api_errors(param, "tokenizing this text", self._text_limits):
-                packed = await self._pool.run(
-                    call(TextTasks.encode, batch, add_special_tokens=add_special_tokens),
-                    size=sum(map(len, batch)),
-                    limits=self._text_limits,
-                    caller=caller,
-                )
-            for text, ids in zip(batch, packed, strict=True):
-                count = count_ids(ids)
-                if truncate is None and count > max_model_len:
-                    raise context_length_exceeded(max_model_len, count, param=names[len(prompts)])
-                cut = truncate is not None and count > truncate
-                kept = slice_ids(ids, truncate, first=keep_first) if cut and truncate else ids
-                many = count_ids(kept) > LARGE_JOB
-                token_ids = await self.run_in_thread(unpack_ids, kept) if many else unpack_ids(kept)
-                prompts.append(Prompt(token_ids, None if cut else text))
-        return prompts
-
-    async def encode_word_variants(
-        self, words: Sequence[str], *, param: str, caller: str
-    ) -> tuple[tuple[int, ...], ...]:
-        """Id sequences of words as they begin a text and as they stand after a space."""
-        with pool_errors_as_api_errors(param, "tokenizing this text", self._text_limits):
-            return await self._pool.run(
-                call(TextTasks.encode_word_variants, words),
-                size=sum(map(len, words)),
-                limits=self._text_limits,
-                caller=caller,
-            )
-
-    async def breaker_tokens(
-        self, breakers: Sequence[str], *, param: str, caller: str
-    ) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
-        """(ids of tokens that hold a breaker, sequences of ids that do); those of the last few lists are kept."""
-        key = tuple(breakers)
-        found = self._breakers.pop(key, None)
-        if found is None:
-            with pool_errors_as_api_errors(param, "looking for sequence breakers in the vocabulary", self._text_limits):
-                found = await self._pool.run(
-                    call(TextTasks.breaker_tokens, key),
-                    size=self._tokenizer.vocab_size,
-                    limits=self._text_limits,
-                    caller=caller,
-                )
-        self._breakers[key] = found  # behind the others: the first is the one not asked for the longest
-        kept = sum(_cached_size(*item) for item in self._breakers.items())
-        while len(self._breakers) > 1 and (
-            kept > MAX_CACHED_BREAKER_SIZE or len(self._breakers) > MAX_CACHED_BREAKER_LISTS
-        ):
-            first = next(iter(self._breakers))
-            kept -= _cached_size(first, self._breakers.pop(first))
-        return found
-
-    async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
-        """The text of each list of token ids."""
-        with pool_errors_as_api_errors("prompt", "detokenizing this prompt", self._text_limits):
-            packed = [pack_ids(ids) for ids in prompts]
-            return await self._pool.run(
-                call(TextTasks.decode, packed, skip_special_tokens=skip_special_tokens),
-                size=sum(map(len, prompts)),
-                limits=self._text_limits,
-                caller=caller,
-            )
-
-    async def tokenize(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool,
-        offsets: bool,
-        token_strs: bool,
-        max_model_len: int | None,
-        param: str,
-        caller: str,
-    ) -> bytes:
-        """The JSON answer of /tokenize."""
-        with pool_errors_as_api_errors(param, "tokenizing this text", self._text_limits):
-            task_call = call(
-                TextTasks.tokenize,
-                text,
-                add_special_tokens=add_special_tokens,
-                offsets=offsets,
-                token_strs=token_strs,
-                max_model_len=max_model_len,
-                max_bytes=self._settings.max_response_bytes,
-            )
-            return await self._pool.run(task_call, size=len(text), limits=self._text_limits, caller=caller)
-
-    async def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str
-    ) -> bytes:
-        """The JSON answer of /detokenize."""
-        with pool_errors_as_api_errors("tokens", "detokenizing these tokens", self._text_limits):
-            task_call = call(
-                TextTasks.detokenize,
-                await self.run_in_thread(pack_ids, token_ids),
-                skip_special_tokens=skip_special_tokens,
-                offsets=offsets,
-                token_strs=token_strs,
-                max_bytes=self._settings.max_response_bytes,
-            )
-            return await self._pool.run(task_call, size=len(token_ids), limits=self._text_limits, caller=caller)
-
-    async def compile_grammar(self, kind: str, value: str, alternative: str, *, param: str, caller: str) -> str:
-        """What `windlass.server.text.grammars` makes of it; raises ApiError 400 naming `param` where it makes nothing."""
-        key = kind, value, alternative
-        grammar: str | None = self._grammars.get(key)
-        if grammar is None:
-            limits = Limits(GRAMMAR_SECONDS, self._text_limits.memory)
-            limiter = self._pool.grammars
-            with pool_errors_as_api_errors(param, "compiling this grammar", limits, "grammar"):
-                grammar = await self._pool.run(
-                    call(TextTasks.compile_grammar, kind, value, alternative),
-                    size=len(value) + len(alternative),
-                    limits=limits,
-                    caller=caller,
-                    limiter=limiter,
-                )
-            while len(self._grammars) >= MAX_CACHED_GRAMMARS:
-                del self._grammars[next(iter(self._grammars))]
-        self._grammars.pop(key, None)
-        self._grammars[key] = grammar  # the last one used is the last one
-        return grammar
-
-    async def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool | None,
-        variables: dict[str, Any] | None,
-        caller: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_model_len: int | None = None,
-        truncated: bool = False,
-    ) -> str:
-        """The chat as one text; raises ApiError 400 where there is no template or it refuses the messages.
-
-        variables: of the template, as the request gives them; the operator's hold beside them.
-        tools: what the model shall be told that it may call.
-        max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
-        truncated: their tokens will be cut, so they may be longer than that.
-        """
-        capabilities = self.template_capabilities_for(tools)
-        if capabilities is None:
-            raise bad_request(
-                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
-                "messages",
-                "no_chat_template",
-            )
-        for name in RESERVED:
-            if variables and name in variables:
-                raise bad_request(
-                    f"chat_template_kwargs.{name} comes from the request itself: leave it out",
-                    f"chat_template_kwargs.{name}",
-                )
-        if self._settings.template_kwargs:
-            variables = {**self._settings.template_kwargs, **(variables or {})}
-        size = sum(len(message.content or "") for message in messages)
-        if max_model_len is not None:
-            await self.check_text_length(size, max_model_len, truncated=truncated, param="messages")
-        continuing = bool(continue_final_message)
-        if continuing and add_generation_prompt:
-            raise bad_request(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-            )
-        if continuing and messages[-1].role != "assistant":
-            raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
-        prepared = messages, capabilities, variables, tools, self._call_examples[bool(tools)]
-        is_small = not tools and _is_small_chat(messages, variables)
-        plain, size = _prepare_history(*prepared) if is_small else await self.run_in_thread(_prepare_history, *prepared)
-        with pool_errors_as_api_errors(
-            "messages", "the chat template, on these messages,", self._template_limits, "template"
-        ):
-            task_call = call(
-                TextTasks.render,
-                plain,
-                add_generation_prompt=(not continuing) if add_generation_prompt is None else add_generation_prompt,
-                continue_final_message=continuing,
-                variables=variables,
-                tools=tools if capabilities.tools else None,
-                with_tools=bool(tools),
-            )
-            limiter = self._pool.templates
-            return await self._pool.run(
-                task_call, size=size, limits=self._template_limits, caller=caller, limiter=limiter
-            )
-
-    async def check_text_length(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
-        """Raise ApiError for a text of so many characters that cannot fit into so many tokens. truncated: see `encode`."""
-        if characters <= max_model_len:
-            return  # a token has at least one character
-        per_token = await self.run_in_thread(lambda: self._tokenizer.max_token_chars)
-        if not truncated:
-            if characters > max_model_len * per_token:
-                tokens = -(-characters // per_token)
-                raise context_length_exceeded(max_model_len, tokens, param=param, at_least=True)
-        elif characters > (max_characters := max(max_model_len * per_token, self._settings.max_tokenize_chars)):
-            raise bad_request(
-                f"{param} holds {characters} characters, at most {max_characters} are tokenized to be truncated: "
-                "send what is to be kept",
-                param,
-                "string_too_long",
-            )
 
 
 def _cached_size(breakers: tuple[str, ...], found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
@@ -519,7 +566,7 @@ def _cached_size(breakers: tuple[str, ...], found: tuple[frozenset[int], frozens
 
 
 def _is_small_chat(messages: Sequence[ChatMessage], variables: dict[str, Any] | None) -> bool:
-    """Whether `_prepare_history` takes but a moment, told without looking at more than so much."""
+    """Whether `_prepare_history` is fast, found by inspecting a bounded number of values."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [text for each in messages for text in (each.content, each.reasoning_content, each.reasoning) if text]
@@ -544,7 +591,7 @@ def _prepare_history(
     tools: Sequence[Mapping[str, Any]] | None,
     example: str,
 ) -> tuple[list[dict[str, Any]], int]:
-    """The messages as templates expect them, and the size of what goes to the template: characters and values."""
+    """The messages as templates expect them, and the size of the template's input in characters and values."""
     plain = prepare_history(messages, tools, capabilities, example)
     size = 0
     stack: list[Any] = [plain, variables, tools]

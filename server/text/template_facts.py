@@ -1,4 +1,4 @@
-"""Chat templates among a model's files, and what their text says of their input."""
+"""Chat templates among a model's files, and their capabilities."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer_files import one_line, read_json
 
-RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a request sets itself
-
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that come from fields of a request
 _USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
-
 _SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
-
 _QUOTED = re.compile(r"""(['"])([\w-]{1,64})\1""")
-
 _IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """What a template can be told, by its text.
+    """Capabilities of a template, read from its text.
 
-    tools: it shows them to the model. calls: it renders calls and their results. text_arguments: it wants the arguments of
-    a call as JSON text, not as an object. null_content: it asks whether content is null. short_ids: it takes no ids of
-    calls but those of nine characters. single_call: a message of its has one call at most. developer: it knows that role.
-    words: what stands in quotes, the roles that it asks for among them.
+    tools: it shows them to the model. calls: it renders calls and their results. text_arguments: it expects arguments of calls
+    as JSON text instead of objects. null_content: it tests whether content is null. short_ids: it accepts only call ids of nine
+    characters. single_call: a message has at most one call. developer: it supports this role. quoted_words: words in quotes,
+    including the roles that it tests for.
     """
 
     tools: bool
@@ -41,8 +37,8 @@ class TemplateCapabilities:
     quoted_words: frozenset[str]
 
     @classmethod
-    def of(cls, source: str) -> TemplateCapabilities:
-        """The facts of a template."""
+    def from_source(cls, source: str) -> TemplateCapabilities:
+        """The capabilities of a template."""
         uses = [use.strip() for use in _USE.findall(source)]
         as_object = any(use[:1] in ("|", ".") or use.startswith("is") for use in uses)
         return cls(
@@ -58,7 +54,7 @@ class TemplateCapabilities:
 
 
 def chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json, which wins over the older chat_template.json."""
+    """Templates by name. Files override tokenizer_config.json, which overrides the older chat_template.json."""
     templates: dict[str, str] = {}
     for value in (read_json(directory / "chat_template.json").get("chat_template"), config.get("chat_template")):
         if isinstance(value, str):

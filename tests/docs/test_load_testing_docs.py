@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from helpers.scripted_llm import asked, scripted_llm
+from helpers.scripted_http import full_stream, scripted_llm
 from typer.main import get_command
 
 from windlass.clients.loadtest.load_plan import read_trace
@@ -41,11 +41,11 @@ def test_the_trace_can_be_read(tmp_path):
 
 def test_the_python_example_runs(capsys):
     (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         exec(
             compile(source.replace("http://127.0.0.1:8000", llm.url), "load-testing.md", "exec"),
             {"__name__": "__main__"},
         )
-    assert len(llm.performances) == 10
+    assert len(llm.generations) == 10
     assert json.loads(json.dumps(llm.bodies[0]))["max_tokens"] == 16
     assert len(capsys.readouterr().out.splitlines()) == 11

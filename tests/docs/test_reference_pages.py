@@ -18,7 +18,7 @@ import httpx
 import pytest
 from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_llm import asked, scripted_llm
+from helpers.scripted_http import full_stream, scripted_llm
 from typer.main import get_command
 
 from windlass.engine.model.families.spec_reader import read_rotary_groups
@@ -213,7 +213,7 @@ def test_the_load_test_of_the_readme_runs(tmp_path):
     """The commands with another address: runs, pages, and a comparison with intervals."""
     (script,) = re.findall(r"```bash\n(.*?)```", section(README, "## A first load test"), re.DOTALL)
     programs = Path(sys.executable).parent
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         done = subprocess.run(
             ["bash", "-euc", script.replace("http://127.0.0.1:8000", llm.url)],
             cwd=tmp_path,

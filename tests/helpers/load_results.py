@@ -1,4 +1,4 @@
-"""Simulated results of load tests: a queue whose figures follow from a seed."""
+"""Simulated results of load tests, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def simulated_run(
     slo: dict[str, float] | None = None,
     closed_loop: bool = False,
 ) -> RunResult:
-    """Simulate Poisson arrivals at a server with `slots` slots, where time grows with context, and some failures."""
+    """Poisson arrivals at a server with `slots`, prefill and decode times that grow with the context, and some failures."""
     chance = random.Random(seed)
     records, free, now = [], [0.0] * slots, 0.0
     for index in range(count):

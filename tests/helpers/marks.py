@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
+def slow_but(names: Iterable[Any], *quick: Any) -> list[Any]:
     """Return all values as parameters, and mark those that are not named as slow."""
     known = list(names)
     assert set(quick) <= set(known), "there is no such parameter"

@@ -1,4 +1,4 @@
-"""The Ray Serve application: ingress, listening socket, and `windlass ray deploy`."""
+"""The Ray Serve application: ingress, listener actor, and `windlass ray deploy`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +33,59 @@ from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_parsing import check_log_level
-from windlass.server.config.server_options import ClusterOptions, ConnectionOptions, ServerOptions
-from windlass.server.http.event_loop_monitor import EventLoopMonitor
-from windlass.server.http.listener import raise_file_limit
+from windlass.server.config.server_options import ClusterOptions, ServerOptions
+from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
+from windlass.server.http.listener import listen_tcp
 from windlass.server.http.server import HttpServer
-from windlass.server.startup.launch import listen, make_app, make_server, prepare, read_template
+from windlass.server.observability.event_loop_monitor import EventLoopMonitor
+from windlass.server.startup.launch import make_app, prepare, read_template
 from windlass.server.startup.ray.client import RayClient
 from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, scale_by_requests_and_cache
 from windlass.server.startup.ray.wire import DeploymentSpec, version_mismatch
 
 NAMESPACE = "windlass"
 
-HEAD_RESOURCE = "node:__internal_head__"  # what Ray calls a resource that only the head has
+HEAD_RESOURCE = "node:__internal_head__"  # Ray's name of a resource that only the head node has
 
-_ACCEPT_SECONDS = 10.0
+INGRESS_CPUS = 0.5
+
+AFTER_GRACE_SECONDS = 4.0  # for the ingress to close its connections
+
+REUSE_SECONDS = 1.0  # for a client to reuse its connection once more and to learn that it closes
+
+CONNECT_SECONDS = 5.0  # to reach the cluster or a deployment
+
+_HANDOVER_SECONDS = 10.0
+
+_UNSUPPORTED_OPTIONS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
+
+_PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
+
+_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
 
 
 class ListenerActor:
-    """Methods are called by Ray, in one thread."""
+    """Ray actor on the head node that holds a listening socket across updates of a deployment.
+
+    Ray calls its methods in one thread.
+    """
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
         self._address: tuple[str, int] | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="windlass-door-"))  # nobody else's
+        self._folder = Path(tempfile.mkdtemp(prefix="windlass-door-"))  # private to this user
         self._path = self._folder / "socket"
         self._handover_socket = socket.socket(socket.AF_UNIX)
         self._handover_socket.bind(str(self._path))
         self._handover_socket.listen()
-        threading.Thread(target=self._hand_over, name="door", daemon=True).start()
+        threading.Thread(target=self._hand_over, name="listener-handover", daemon=True).start()
 
     def open(self, host: str, port: int) -> str | None:
-        """Listen at this address, and at no other. Returns what is wrong with it."""
+        """Listen at this address only. Returns the error message if that is impossible."""
         if self._address == (host, port):
             return None
         try:
-            listener = listen(host, port)
+            listener = listen_tcp(host, port)
         except LoadError as error:
             return str(error)
         before, self._listener = self._listener, listener
@@ -77,11 +95,11 @@ class ListenerActor:
         return None
 
     def path(self) -> str:
-        """Where the socket is handed out, to processes of this user on this machine."""
+        """The Unix socket at which processes of this user on this machine receive the listening socket."""
         return str(self._path)
 
     def close(self) -> None:
-        """Listen no more, and leave nothing behind."""
+        """Stop listening and remove the folder."""
         if self._listener is not None:
             self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -97,8 +115,8 @@ class ListenerActor:
 
 
 def open_listener_actor(name: str, host: str, port: int) -> bool:
-    """Have the door of this deployment listen; whether it was made now. Raises LoadError."""
-    there = listener_actor_name(name) in {one["name"] for one in ray.util.list_named_actors(all_namespaces=True)}
+    """Make the listener actor of a deployment listen. Returns whether it was created now. Raises LoadError."""
+    existed = listener_actor_name(name) in {one["name"] for one in ray.util.list_named_actors(all_namespaces=True)}
     listener_actor = (
         ray.remote(ListenerActor)
         .options(
@@ -111,16 +129,16 @@ def open_listener_actor(name: str, host: str, port: int) -> bool:
         )
         .remote()
     )
-    wrong = ray.get(listener_actor.open.remote(host, port))
-    if wrong is not None:
-        if not there:
+    problem = ray.get(listener_actor.open.remote(host, port))
+    if problem is not None:
+        if not existed:
             close_listener_actor(name)
-        raise LoadError(wrong)
-    return not there
+        raise LoadError(problem)
+    return not existed
 
 
 def close_listener_actor(name: str) -> None:
-    """Take the door away, where there is one."""
+    """Remove the listener actor of a deployment, if any."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         listener_actor = ray.get_actor(listener_actor_name(name), namespace=NAMESPACE)
         ray.get(listener_actor.close.remote())
@@ -128,97 +146,86 @@ def close_listener_actor(name: str) -> None:
 
 
 async def fetch_listener(listener_actor: str) -> socket.socket:
-    """The listening socket that the door of this name holds. Raises RuntimeError."""
+    """The listening socket of the actor with this name. Raises RuntimeError."""
     try:
         actor: Any = await asyncio.to_thread(ray.get_actor, listener_actor, namespace=NAMESPACE)
         return await asyncio.to_thread(_fetch, await actor.path.remote())
     except (ValueError, OSError, ray.exceptions.RayError) as error:
-        raise RuntimeError(f"there is no listener for this deployment ({error}): deploy it again") from None
+        raise RuntimeError(f"the listener of this deployment does not exist ({error}): deploy it again") from None
 
 
 def listener_actor_name(name: str) -> str:
-    """Of an actor. name: of the deployment."""
+    """The name of a deployment's listener actor, which exists in running clusters."""
     return f"windlass-door-{name}"
 
 
 def _fetch(path: str) -> socket.socket:
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(_ACCEPT_SECONDS)
+        peer.settimeout(_HANDOVER_SECONDS)
         peer.connect(path)
         _, found, _, _ = socket.recv_fds(peer, 1, 1)
     if not found:
-        raise OSError("the door is shut")
+        raise OSError("the actor sent no socket")
     return socket.socket(fileno=found[0])
-
-
-REUSE_SECONDS = 1.0  # after an answer, to ask once more by its connection and be told that it ends
 
 
 @serve.ingress()
 class Ingress:
-    """start: see there. engines: the replicas."""
+    """The HTTP side of a deployment. engines: the replicas."""
 
-    async def __init__(self, start: DeploymentSpec, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
-        start.check()
-        template = read_template(start.server)
-        path, engine, settings = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
+    async def __init__(self, spec: DeploymentSpec, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        spec.check()
+        template = read_template(spec.server)
+        path, engine, settings = await asyncio.to_thread(prepare, spec.model, spec.engine, spec.server)
         self._client = RayClient(engines, engine.to_config(Path(path)))
         self._app = make_app(self._client, path, settings, template)
         state = self._app.state.windlass
         await asyncio.to_thread(state.text.spawn)
         await asyncio.to_thread(state.text.wait_loaded)
         await self._client.start()
-        self._watch = EventLoopMonitor(state.observe_event_loop_lag).start()
+        self._monitor = EventLoopMonitor(state.observe_event_loop_lag).start()
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._grace = settings.grace_seconds
-        if start.listener_actor is not None:
-            bounds = ConnectionOptions().to_settings().capped_by_files(raise_file_limit())
-            listener = await fetch_listener(start.listener_actor)
-            self._http = make_server(
-                self._app, listener, bounds, max_header_bytes=settings.max_header_bytes, access_log=False, tls=None
-            )
+        if spec.listener_actor is not None:
+            limits = ConnectionSettings().capped_by_files(raise_file_limit())
+            listener = await fetch_listener(spec.listener_actor)
+            self._http = HttpServer(self._app, listener, limits, max_header_bytes=settings.max_header_bytes)
             self._serving = asyncio.get_running_loop().create_task(self._http.serve(), name="http")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """What Serve passes requests to, and shuts down before this object: nothing where the app has a server of its own."""
+        """The app that Serve calls, and shuts down before this object: an empty one if this object serves HTTP itself."""
         return self._app if self._http is None else FastAPI()
 
     async def check_health(self) -> None:
-        """Raise where nobody accepts connections any more: Serve starts another ingress."""
+        """Raise if the HTTP server has ended: Serve then starts another ingress."""
         if self._serving is not None and self._serving.done():
             raise RuntimeError("the HTTP server ended")
 
     async def __del__(self) -> None:
-        """What Serve awaits before it ends this process: answers that have begun may end."""
+        """Finish responses that have begun. Serve awaits this before it ends the process."""
         if self._http is None or self._serving is None:
             return
         self._http.retire()
-        busy = time.monotonic()
-        ends = busy + self._grace
-        while (now := time.monotonic()) < min(ends, busy + REUSE_SECONDS):
+        busy_at = time.monotonic()
+        deadline = busy_at + self._grace
+        while (now := time.monotonic()) < min(deadline, busy_at + REUSE_SECONDS):
             if self._app.state.windlass.in_flight:
-                busy = now
+                busy_at = now
             await asyncio.sleep(0.05)
-        await self._http.stop(max(0.0, ends - time.monotonic()))
+        await self._http.stop(max(0.0, deadline - time.monotonic()))
         await asyncio.wait({self._serving}, timeout=2.0)
 
     async def version(self) -> str:
-        """That of Windlass here."""
+        """The version of Windlass in this process."""
         return __version__
 
 
-INGRESS_CPUS = 0.5
-
-AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
-
-_UNSUPPORTED_OPTIONS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
-
-_PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
-
-
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """For a Serve config: `args` are `model`, and options of `windlass ray deploy` with underscores. Raises LoadError."""
+    """Build the application for a Serve config. Raises LoadError.
+
+    args: `model`, and options of `windlass ray deploy` with hyphens or underscores.
+    """
     given = {name.replace("-", "_"): value for name, value in args.items()}
     model, level = given.pop("model", None), str(given.pop("log_level", "warning"))
     known = {field.name for kind in (EngineOptions, ServerOptions, ClusterOptions) for field in fields(kind)}
@@ -234,26 +241,30 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
     cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
     if cluster.listener != "proxy":
-        raise LoadError("listener: in a Serve config Ray's proxies listen; leave it out")
+        raise LoadError("listener: with a Serve config, Ray's proxies listen: leave it out")
     return application(model, engine, server, cluster, level)
 
 
 def application(
     model: str | None, engine: EngineOptions, server: ServerOptions, cluster: ClusterOptions, log_level: str
 ) -> serve.Application:
-    """Replicas and the HTTP side in front of them. Raises LoadError for options that cannot be."""
+    """Replicas and the HTTP side in front of them. Raises LoadError for unsupported options."""
     cluster.check()
     for name in _UNSUPPORTED_OPTIONS:
         if getattr(server, name) != getattr(ServerOptions(), name):
-            raise LoadError(
-                f"--{name.replace('_', '-')} is of a server by itself, and a deployment has none: leave it out"
-            )
+            raise LoadError(f"--{name.replace('_', '-')} applies only to a server without Ray: leave it out")
     engine.to_config(Path())
     grace = max(server.to_settings("model", engine).grace_seconds, 1.0)
     least, most = cluster.replica_bounds()
-    start = DeploymentSpec(model, engine, server, log_level, most if engine.kv_cache_memory is None else 1)
     has_own_listener = cluster.listener == "ingress"
-    start = replace(start, listener_actor=listener_actor_name(cluster.name) if has_own_listener else None)
+    spec = DeploymentSpec(
+        model,
+        engine,
+        server,
+        log_level,
+        engines_per_machine=most if engine.kv_cache_memory is None else 1,
+        listener_actor=listener_actor_name(cluster.name) if has_own_listener else None,
+    )
     scaling: dict[str, object] = {"num_replicas": least}
     if most > least:
         scaling = {
@@ -285,20 +296,20 @@ def application(
     ingress = serve.deployment(Ingress).options(
         name="Ingress",
         ray_actor_options={"num_cpus": INGRESS_CPUS, "resources": {HEAD_RESOURCE: 0.001} if has_own_listener else {}},
-        max_ongoing_requests=100_000,  # the app has bounds of its own
+        max_ongoing_requests=100_000,  # the app has its own limits
         graceful_shutdown_timeout_s=grace + AFTER_GRACE_SECONDS,
     )
-    return ingress.bind(start, engines.bind(start))
+    return ingress.bind(spec, engines.bind(spec))
 
 
 def replica_resources(engine: EngineOptions) -> tuple[int, int]:
-    """The cores and the GPUs that a replica is given."""
+    """Cores and GPUs of a replica."""
     gpus = engine.tensor_parallel if engine.device.startswith("cuda") else 0
     return engine.tensor_parallel * (engine.threads or 1), gpus
 
 
 def _to_argument(name: str, value: Any) -> Any:
-    """What YAML says with a number, a string, a list or an object, as the command line has it."""
+    """A YAML value in the form that the command line takes."""
     if isinstance(value, Mapping):
         return [json.dumps(value)] if name == "rope_profile" else json.dumps(value)
     if name in _PATHS and value is not None:
@@ -306,23 +317,18 @@ def _to_argument(name: str, value: Any) -> Any:
     return str(value) if name == "replicas" else value
 
 
-REACH_SECONDS = 5.0
-
-_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
-
-
 def deploy(
     model: str | None, engine: EngineOptions, server: ServerOptions, cluster: ClusterOptions, log_level: str
 ) -> None:
-    """Deploy, or update what has this name, and return when it serves. Raises LoadError, one line."""
-    made = application(model, engine, server, cluster, check_log_level(log_level))
+    """Create or update the deployment of this name, and return when it serves. Raises LoadError, one line."""
+    app = application(model, engine, server, cluster, check_log_level(log_level))
     least, most = cluster.replica_bounds()
     read_template(server)
     _, engine, settings = prepare(model, engine, server)
     with connect_to_cluster(cluster.address):
-        _check_capacity(least, *replica_resources(engine), INGRESS_CPUS if cluster.listener == "ingress" else 0.0)
-        _check_version(cluster.name)
         has_own_listener = cluster.listener == "ingress"
+        _check_capacity(least, *replica_resources(engine), INGRESS_CPUS if has_own_listener else 0.0)
+        _check_version(cluster.name)
         running = cluster.name in serve.status().applications
         if has_own_listener:
             serve.start(proxy_location="Disabled")
@@ -330,7 +336,7 @@ def deploy(
         else:
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
         try:
-            serve.run(made, name=cluster.name, route_prefix=None if has_own_listener else server.root_path or "/")
+            serve.run(app, name=cluster.name, route_prefix=None if has_own_listener else server.root_path or "/")
         except (RuntimeError, RayError, RayServeException) as error:
             reason = _reason(cluster.name, error)
             if not running:
@@ -346,7 +352,7 @@ def deploy(
 
 
 def delete(name: str, address: str | None) -> None:
-    """Take a deployment away, after its requests. Raises LoadError where there is none."""
+    """Delete a deployment after its requests have ended. Raises LoadError if there is none."""
     with connect_to_cluster(address):
         if name not in serve.status().applications:
             raise LoadError(f"--name {name}: no deployment has this name on that cluster")
@@ -357,11 +363,11 @@ def delete(name: str, address: str | None) -> None:
 
 @contextlib.contextmanager
 def connect_to_cluster(address: str | None) -> Iterator[None]:
-    """A connection to the cluster. Raises LoadError where there is none to be had."""
+    """A connection to the cluster. Raises LoadError if that is impossible."""
     wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
     if (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+?)\]?:(\d+)", wanted)) is not None:
         try:
-            socket.create_connection((found[1], int(found[2])), REACH_SECONDS).close()
+            socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
             raise LoadError(
                 f"--address {wanted} cannot be reached ({getattr(error, 'strerror', None) or error})"
@@ -374,29 +380,29 @@ def connect_to_cluster(address: str | None) -> Iterator[None]:
         ray.init(wanted, namespace="windlass", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         raise LoadError(
-            "no Ray cluster runs on this machine: begin one with `ray start --head`, or name another with --address"
+            "no Ray cluster runs on this machine: start one with `ray start --head`, or name another with --address"
             if wanted == "auto"
-            else f"--address {wanted} is no Ray cluster"
+            else f"--address {wanted} is not a Ray cluster"
         ) from None
     except (RuntimeError, RayError) as error:
         raise LoadError(f"--address {wanted}: {_first_line(error)}") from None
     try:
         yield
     finally:
-        # A call that has just been answered may still be put away by a thread of Ray, which would log that Ray is gone.
+        # A thread of Ray may still clean up a completed call, and would log that Ray is gone.
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
         ray.shutdown()
 
 
 def _check_capacity(least: int, cpus: int, gpus: int, on_head: float) -> None:
-    """LoadError where the cluster has no place for the least number of replicas. on_head: cores that the head has to have."""
-    there = ray.cluster_resources()
+    """Raise LoadError if the minimum number of replicas does not fit on the cluster. on_head: CPUs required on the head node."""
+    resources = ray.cluster_resources()
     for what, each, more in (("CPU", cpus, INGRESS_CPUS), ("GPU", gpus, 0.0)):
-        if least * each + more > there.get(what, 0.0):
-            beside = f" and {more:g} for the server" if more else ""
+        if least * each + more > resources.get(what, 0.0):
+            for_server = f" and {more:g} for the server" if more else ""
             raise LoadError(
-                f"{least} replicas need {least * each} {what}s{beside}, the cluster has {there.get(what, 0.0):g}: use fewer "
-                "--replicas, or fewer --threads each"
+                f"{least} replicas need {least * each} {what}s{for_server}, the cluster has {resources.get(what, 0.0):g}: "
+                "use fewer --replicas, or fewer --threads each"
             )
     places = 0
     for machine in (node["Resources"] for node in ray.nodes() if node["Alive"]):
@@ -404,36 +410,36 @@ def _check_capacity(least: int, cpus: int, gpus: int, on_head: float) -> None:
         if HEAD_RESOURCE in machine:
             if free < on_head:
                 raise LoadError(
-                    f"the server needs {on_head:g} CPUs of the head's machine, which has {free:g}: begin it with more (ray start "
+                    f"the server needs {on_head:g} CPUs of the head node, which has {free:g}: start it with more (ray start "
                     "--head --num-cpus=1), or use --listener proxy"
                 )
             free -= on_head
         places += int(free // cpus)
     if places < least:
         raise LoadError(
-            f"{least} replicas need {cpus} CPUs of one machine each, and there is room for {places}: use fewer --replicas, "
+            f"{least} replicas need {cpus} CPUs of one machine each, and only {places} fit: use fewer --replicas, "
             "or fewer --threads or --tensor-parallel each"
         )
 
 
 def _check_version(name: str) -> None:
-    """LoadError where a deployment of this name is of another version, replicas of which would run beside those of this one."""
+    """Raise LoadError if a deployment of this name has another version, whose replicas would run next to new ones."""
     if name not in serve.status().applications:
         return
     try:
-        theirs = str(serve.get_app_handle(name).version.remote().result(timeout_s=REACH_SECONDS))
+        theirs = str(serve.get_app_handle(name).version.remote().result(timeout_s=CONNECT_SECONDS))
     except (RayError, RayServeException, TimeoutError, AttributeError):
-        return  # it does not run, so that nothing is mixed
+        return  # it does not run
     if theirs != __version__:
         raise LoadError(version_mismatch(theirs))
 
 
 def _reason(name: str, error: Exception) -> str:
-    """One line of what Ray says of a deployment that failed: what the replica itself said, where it said something."""
+    """Why a deployment failed, in one line: the error of the replica itself if Ray's texts contain it."""
     application = serve.status().applications.get(name)
     messages = [] if application is None else [one.message for one in application.deployments.values()]
-    said = _ERROR.findall("\n".join((str(error), *messages)))
-    return said[-1].strip() if said else f"the deployment {name} failed: {_first_line(error)}"
+    errors = _ERROR.findall("\n".join((str(error), *messages)))
+    return errors[-1].strip() if errors else f"the deployment {name} failed: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

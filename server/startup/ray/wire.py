@@ -1,4 +1,4 @@
-"""Calls and outputs between the HTTP side and the replicas, and the direct connections that carry outputs."""
+"""Messages between the HTTP side and the replicas, and output channels: direct connections that carry outputs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,23 @@ from windlass.engine.interface.request import EngineRequest
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import ServerOptions
 
+CONNECT_SECONDS = 2.0
+
+RETRY_SECONDS = 30.0  # until an address that could not be reached is tried again
+
+SECRET_SECONDS = 5.0  # for a new connection to send the secret
+
+_SECRET_BYTES = 32
+
+_LENGTH = struct.Struct("!I")
+
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSpec:
-    """What every process of a deployment starts with. model: as it was named. sharing: engines that may be on one machine.
+    """Options of a deployment for each of its processes. model: as the operator named it.
 
-    door: the name of the actor that holds the listening socket; None where Ray's proxies listen.
+    engines_per_machine: engines that may share a machine. listener_actor: the name of the actor that holds the listening
+    socket; None if Ray's proxies listen.
     """
 
     model: str | None
@@ -39,14 +50,14 @@ class DeploymentSpec:
     version: str = __version__
 
     def check(self) -> None:
-        """Raise RuntimeError where another version of Windlass runs than has deployed this."""
+        """Raise RuntimeError if another version of Windlass created the deployment."""
         if self.version != __version__:
             raise RuntimeError(version_mismatch(self.version))
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAddress:
-    """Where an ingress listens for outputs (see `channel`). secret: who connects says it first."""
+    """The address at which an ingress receives outputs. secret: sent first by each connection."""
 
     host: str
     port: int
@@ -55,10 +66,10 @@ class ReceiverAddress:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCall:
-    """A request on its way. seconds: to its deadline, as clocks differ from machine to machine.
+    """A request for a replica. seconds: until its deadline, since clocks differ between machines.
 
-    digests: the keys of its prompt's blocks, of which a replica may remember `max_blocks`. avoid: ids of replicas that could
-    not take it. adapter: the one that it names. lane, number: where outputs may go, and the call's number there.
+    digests: keys of the prompt's blocks, of which a replica may hold `max_blocks`. avoid: ids of replicas that could not take
+    the call. adapter: the one that the request names. channel, number: receiver of the outputs, and the call's number there.
     """
 
     request: EngineRequest
@@ -72,130 +83,100 @@ class ReplicaCall:
     version: str = __version__
 
     @classmethod
-    def of(cls, request: EngineRequest) -> ReplicaCall:
+    def from_request(cls, request: EngineRequest) -> ReplicaCall:
         deadline = request.deadline
         return cls(replace(request, deadline=None), None if deadline is None else deadline - time.monotonic())
 
     def to_local_request(self) -> EngineRequest:
-        """The request by this machine's clock."""
+        """The request with its deadline on this machine's clock."""
         deadline = None if self.seconds is None else time.monotonic() + self.seconds
         return replace(self.request, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True)
-class CallFailed:
-    """A stream ended by an error, and where."""
-
-    replica: str
-    error: EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Nothing more comes this way."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
-    """The way by which outputs came is gone. replica: where it led, if that is known."""
-
-    replica: str = ""
-
-
-Item = list[RequestOutput] | CallFailed
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """How one replica is. stats: None where its engine has none now. draining ones report too."""
+    """State of one replica, including a draining one. name: its id. stats: None if its engine has none now."""
 
-    replica: str
+    name: str
     state: str
     restarts: int
     stats: EngineStats | None = None
 
 
+class CallFailedError(Exception):
+    """A replica ended a call with an error."""
+
+    def __init__(self, replica: str, error: EngineError) -> None:
+        super().__init__(replica, error)
+        self.replica, self.error = replica, error
+
+
+class CallLostError(Exception):
+    """A replica, or the connection to it, was lost. replica: its id, if known."""
+
+    def __init__(self, replica: str = "") -> None:
+        super().__init__(replica)
+        self.replica = replica
+
+
+# An event of a call. None: no more outputs this way.
+CallEvent = list[RequestOutput] | CallFailedError | CallLostError | None
+
+
 def version_mismatch(theirs: str) -> str:
-    """What to say where two versions meet."""
+    """The error message if two versions meet."""
     return (
         f"this machine has Windlass {__version__}, the deployment is of {theirs}: install one version on every machine of the "
         "cluster, or delete the deployment first (windlass ray delete)"
     )
 
 
-CONNECT_SECONDS = 2.0
-
-FORGET_SECONDS = 30.0  # after which an address that could not be reached is tried again
-
-SECRET_SECONDS = 5.0  # for whoever connects to say the secret
-
-_SECRET = 32
-
-_LENGTH = struct.Struct("!I")
-
-CallEvent = Item | Finished | ConnectionLost
-
-
 # ---- the ingress's end -----------------------------------------------------------------------------------------------
 class OutputReceiver:
-    """What comes for each call goes to who waits for it."""
+    """Receives the outputs of replicas and passes them to the callback of each call."""
 
     def __init__(self) -> None:
         self.address: ReceiverAddress | None = None
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self.connections: set[_Incoming] = set()
         self._callbacks: dict[int, Callable[[CallEvent], None]] = {}
-        self._incoming: set[_Incoming] = set()
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> ReceiverAddress:
-        """Begin, at a free port of this address of the machine. Raises OSError."""
+        """Listen at a free port of this address of the machine. Raises OSError."""
         self._server = await asyncio.get_running_loop().create_server(lambda: _Incoming(self), host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = ReceiverAddress(host, port, secrets.token_bytes(_SECRET))
+        self.address = ReceiverAddress(host, self._server.sockets[0].getsockname()[1], self.secret)
         return self.address
 
-    @property
-    def num_connections(self) -> int:
-        """Connections that there are, of whoever has connected."""
-        return len(self._incoming)
+    async def stop(self) -> None:
+        """Stop listening and close all channels."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.abort()
 
     def open(self, number: int, callback: Callable[[CallEvent], None]) -> None:
-        """Give to `callback` what comes for this call."""
+        """Pass the events of this call to `callback`."""
         self._callbacks[number] = callback
 
     def close(self, number: int) -> None:
-        """Drop what still comes for it."""
+        """Drop further events of this call."""
         self._callbacks.pop(number, None)
 
-    async def stop(self) -> None:
-        """Listen no more, and end all lanes."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._incoming):
-            connection.abort()
-
-    def check_secret(self, secret: bytes) -> bool:
-        return self.address is not None and hmac.compare_digest(secret, self.address.secret)
-
-    def add_connection(self, connection: _Incoming) -> None:
-        self._incoming.add(connection)
-
-    def remove_connection(self, connection: _Incoming) -> None:
-        self._incoming.discard(connection)
-
-    def deliver(self, number: int, news: CallEvent) -> bool:
-        """Whether anybody waits for more of it."""
+    def deliver(self, number: int, event: CallEvent) -> bool:
+        """Pass on an event. Returns whether the call is open."""
         if (callback := self._callbacks.get(number)) is not None:
-            callback(news)
+            callback(event)
         return callback is not None
 
 
 class _Incoming(asyncio.Protocol):
-    """One replica's connection."""
+    """The connection of one replica."""
 
-    def __init__(self, end: OutputReceiver) -> None:
-        self._end = end
+    def __init__(self, receiver: OutputReceiver) -> None:
+        self._receiver = receiver
         self._buffer = bytearray()
-        self._known = False
+        self._trusted = False
         self._replica = ""
         self._numbers: set[int] = set()  # of calls that have begun here and not ended
         self._transport: asyncio.Transport | None = None
@@ -206,15 +187,13 @@ class _Incoming(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # those of uvloop, which Ray brings, are no instances of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, does not inherit from it
         self._timer = asyncio.get_running_loop().call_later(SECRET_SECONDS, self.abort)
-        self._end.add_connection(self)
+        self._receiver.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if not self._known and not self._check_introduction():
+        if not self._trusted and not self._check_secret():
             return
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
@@ -222,39 +201,39 @@ class _Incoming(asyncio.Protocol):
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            for one in pickle.loads(self._buffer[start + _LENGTH.size : end]):
-                self._received(one)
+            for message in pickle.loads(self._buffer[start + _LENGTH.size : end]):
+                self._handle(message)
             start = end
         del self._buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._end.remove_connection(self)
+        self._receiver.connections.discard(self)
         for number in self._numbers:
-            self._end.deliver(number, ConnectionLost(self._replica))
+            self._receiver.deliver(number, CallLostError(self._replica))
 
-    def _check_introduction(self) -> bool:
-        if len(self._buffer) < _SECRET:
+    def _check_secret(self) -> bool:
+        if len(self._buffer) < _SECRET_BYTES:
             return False
-        self._known = self._end.check_secret(bytes(self._buffer[:_SECRET]))
-        if self._known and self._timer is not None:
+        self._trusted = hmac.compare_digest(bytes(self._buffer[:_SECRET_BYTES]), self._receiver.secret)
+        if self._trusted and self._timer is not None:
             self._timer.cancel()
-            del self._buffer[:_SECRET]
+            del self._buffer[:_SECRET_BYTES]
         else:
             self._buffer.clear()
             self.abort()
-        return self._known
+        return self._trusted
 
-    def _received(self, one: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if not self._replica:
-            self._replica = str(one)
+            self._replica = str(message)
             return
-        number, content = one
+        number, content = message
         if type(content) is not tuple:
-            self._end.deliver(number, content)
+            self._receiver.deliver(number, content)
             self._numbers.discard(number)
-        elif self._end.deliver(number, [RequestOutput(*content)]):
+        elif self._receiver.deliver(number, [RequestOutput(*content)]):
             self._numbers.add(number)
         else:
             self._numbers.discard(number)
@@ -262,7 +241,10 @@ class _Incoming(asyncio.Protocol):
 
 # ---- the replica's end -----------------------------------------------------------------------------------------------
 class OutputChannel(asyncio.Protocol):
-    """All that is sent in one turn of the loop goes in one frame. Never blocks: what waits is bounded by what calls ask for."""
+    """A connection to an ingress. Messages of one turn of the event loop share a frame.
+
+    Sending never blocks: the size of unsent data is limited by the requests of the calls.
+    """
 
     def __init__(self, address: ReceiverAddress, replica: str) -> None:
         self.lost = False
@@ -273,12 +255,12 @@ class OutputChannel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    def send(self, number: int, content: RequestOutput | CallFailed | Finished) -> None:
-        """Have it sent when this turn of the loop ends; dropped where the lane is lost."""
+    def send(self, number: int, content: RequestOutput | CallFailedError | None) -> None:
+        """Send it at the end of this turn of the loop; dropped if the connection is lost. None: the call has ended."""
         self._put((number, output_fields(content) if isinstance(content, RequestOutput) else content))
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this to its end, which comes when the lane is lost, or whoever awaits it is cancelled."""
+        """Run work to its end. It is cancelled if the connection is lost or the caller is cancelled."""
         task = self._loop.create_task(work)
         self._running.add(task)
         try:
@@ -305,12 +287,12 @@ class OutputChannel(asyncio.Protocol):
         self._paused = False
         self._flush()
 
-    def _put(self, one: Any) -> None:
+    def _put(self, message: Any) -> None:
         if self.lost:
             return
         if not self._waiting:
             self._loop.call_soon(self._flush)
-        self._waiting.append(one)
+        self._waiting.append(message)
 
     def _flush(self) -> None:
         if self._waiting and not self._paused and self._transport is not None:
@@ -320,7 +302,7 @@ class OutputChannel(asyncio.Protocol):
 
 
 class OutputChannels:
-    """A replica's lanes to the ingresses that call it. replica: its id."""
+    """The channels of a replica to the ingresses that call it. replica: its id."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
@@ -328,24 +310,23 @@ class OutputChannels:
         self._tried: dict[ReceiverAddress, float] = {}
 
     async def to(self, address: ReceiverAddress | None) -> OutputChannel | None:
-        """The lane to an ingress, connected now if need be; None where it cannot be reached."""
+        """The channel to an ingress, connected if necessary; None if the address cannot be reached."""
         if address is None:
             return None
         task = self._channels.get(address)
-        if task is None or (task.done() and self._stale(address, task.result())):
-            self._forget()
+        if task is None or self._is_stale(address, task):
+            for other, connecting in list(self._channels.items()):  # ingresses come and go
+                if self._is_stale(other, connecting):
+                    del self._channels[other], self._tried[other]
             self._tried[address] = time.monotonic()
             task = self._channels[address] = asyncio.get_running_loop().create_task(self._connect(address))
         return await asyncio.shield(task)
 
-    def _stale(self, address: ReceiverAddress, channel: OutputChannel | None) -> bool:
-        return time.monotonic() - self._tried[address] > FORGET_SECONDS if channel is None else channel.lost
-
-    def _forget(self) -> None:
-        """Lanes that are lost: ingresses come and go."""
-        for address, task in list(self._channels.items()):
-            if task.done() and self._stale(address, task.result()):
-                del self._channels[address], self._tried[address]
+    def _is_stale(self, address: ReceiverAddress, task: asyncio.Task[OutputChannel | None]) -> bool:
+        if not task.done():
+            return False
+        channel = task.result()
+        return time.monotonic() - self._tried[address] > RETRY_SECONDS if channel is None else channel.lost
 
     async def _connect(self, address: ReceiverAddress) -> OutputChannel | None:
         with contextlib.suppress(OSError, TimeoutError):

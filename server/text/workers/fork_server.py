@@ -1,4 +1,4 @@
-"""The process that text workers are forked from, and the loop of a worker."""
+"""Fork server of the text workers, and the loop of a worker."""
 
 from __future__ import annotations
 
@@ -23,49 +23,20 @@ from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, 
 from windlass.server.text.pair_prompts import names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import (
-    ANSWER,
-    COMMAND,
-    FORK,
-    REAP,
-    Done,
-    Job,
-    OutOfMemory,
-    Refused,
-    WorkerSource,
-)
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Job, NextPhase, Result, WorkerSource
 from windlass.server.text.workers.tasks import TextTasks
 
-
-def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> None:
-    """Answer jobs until the other end is gone."""
-    with contextlib.suppress(OSError):
-        while (job := frames.receive(connection)) is not None:
-            frames.send_encoded(connection, _run_job(job, tasks, memory))
-
-
-def _run_job(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
-    memory.set(job.memory)
-    refused: Refused | OutOfMemory
-    try:
-        return frames.encode(Done(job.call.of(tasks)))
-    except MemoryError:
-        refused = OutOfMemory()
-    except (RequestError, ChatTemplateError) as error:
-        refused = Refused(error.message)
-    finally:
-        memory.set(None)
-    return frames.encode(refused)
+COMPILE_MEMORY = 512 * 2**20  # bytes for compiling a chat template
 
 
 class MemoryLimit:
-    """What this process may take: never more than the soft limit that it was started with, or that its parent was."""
+    """Address space limit of this process, never above the soft limit that it inherited."""
 
     def __init__(self) -> None:
         self._limit = resource.getrlimit(resource.RLIMIT_AS)[0]
 
     def set(self, extra: int | None) -> None:
-        """Let this process take `extra` bytes more than it has, None for as many as it was given."""
+        """Allow `extra` bytes more than the process has now; None restores the inherited limit."""
         with contextlib.suppress(OSError, ValueError):
             soft = self._limit if extra is None else _address_space() + extra
             if self._limit != resource.RLIM_INFINITY:
@@ -75,9 +46,6 @@ class MemoryLimit:
 
 def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-COMPILE_MEMORY = 512 * 2**20  # bytes a chat template may take while it is compiled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,16 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if wants_json():
-        log_as_json("text", "warning", threads=False)  # no thread may be there when it forks
+        log_as_json("text", "warning", threads=False)  # a process that forks must have no threads
     else:
         faulthandler.enable()
     memory = MemoryLimit()
     tasks = _load(control, memory)
     if tasks is None:
         return 1
-    to_json("")  # imports what it needs at its first call: here, and not in every fork
+    to_json("")  # its first call imports modules: once here instead of in every fork
     gc.collect()
-    gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
+    gc.freeze()  # otherwise a collection in a fork would write to every page, and so copy it
     children: set[int] = set()
     try:
         _run_commands(control, tasks, memory, children)
@@ -112,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(control: socket.socket, memory: MemoryLimit) -> TextTasks | None:
-    """Says Done when the tokenizer is loaded, when the templates are compiled, and, with what came of it, when that of pairs has
-    been cut: each has a time of its own."""
+    """Load and send a Result after each of three parts, which have separate time limits: the tokenizer, the chat templates, and
+    the template of pairs with its value."""
     source = frames.receive(control)
     if source is None:
         return None
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer), source.special_tokens)
-    frames.send(control, Done())
+    frames.send(control, Result())
     templates = list[ChatTemplate | None]()
     for text in (source.chat_template, source.tool_template):
         if text is None:
@@ -128,36 +96,36 @@ def _load(control: socket.socket, memory: MemoryLimit) -> TextTasks | None:
         try:
             templates.append(ChatTemplate(text, source.special_tokens))
         except (ChatTemplateError, MemoryError) as error:
-            frames.send(control, Refused(str(error) or "compiling it takes too much memory"))
+            frames.send(control, Result(error="input", message=str(error) or "compiling it takes too much memory"))
             return None
         finally:
             memory.set(None)
     tasks = TextTasks(tokenizer, *templates)
-    frames.send(control, Done())
+    frames.send(control, Result())
     pairs = _build_pair_template(source, templates[0], memory)
     frames.send(control, pairs)
-    if isinstance(pairs, Refused):
+    if pairs.error:
         return None
-    tasks.prepare_grammars()  # a start does not wait for it
+    tasks.prepare_grammars()  # after the last Result: the start does not wait for it
     return tasks
 
 
-def _build_pair_template(source: WorkerSource, chat: ChatTemplate | None, memory: MemoryLimit) -> Done | Refused:
-    """The `PairTemplate`; Done without one where no template takes pairs and none has to."""
+def _build_pair_template(source: WorkerSource, chat: ChatTemplate | None, memory: MemoryLimit) -> Result:
+    """The `PairTemplate` as a Result; its value is None if no template supports pairs and none is required."""
     text = source.pair_template
     if text is None and not source.requires_pair_template and (chat is None or not names_pair_roles(chat.source)):
-        return Done()
+        return Result()
     memory.set(COMPILE_MEMORY)
     try:
         if text is None and chat is None:
             raise ChatTemplateError("this model has no chat template")
         template = chat if text is None else ChatTemplate(text, source.special_tokens)
         assert template is not None
-        return Done(build_pair_template(template))
+        return Result(build_pair_template(template))
     except (ChatTemplateError, MemoryError) as error:
         if not source.requires_pair_template:
-            return Done()
-        return Refused(str(error) or "it takes too much memory")
+            return Result()
+        return Result(error="input", message=str(error) or "it takes too much memory")
     finally:
         memory.set(None)
 
@@ -171,14 +139,14 @@ def _run_commands(control: socket.socket, tasks: TextTasks, memory: MemoryLimit,
         if command == FORK:
             try:
                 pid = os.fork()
-            except OSError as error:  # no room for another process now: those that run go on
+            except OSError as error:  # the system cannot start another process; running ones continue
                 pid = -(error.errno or 1)
             if pid == 0:
                 try:
                     control.close()
                     serve(socket.socket(fileno=fds[0]), tasks, memory)
                 finally:
-                    os._exit(0)  # whatever happened, a fork never goes on with the fork server's own work
+                    os._exit(0)  # a fork must never return into the fork server's own code
             os.close(fds[0])
             if pid > 0:
                 children.add(pid)
@@ -186,6 +154,36 @@ def _run_commands(control: socket.socket, tasks: TextTasks, memory: MemoryLimit,
         elif command == REAP and number in children:
             children.discard(number)
             control.sendall(ANSWER.pack(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+
+
+def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> None:
+    """Run jobs until the peer is gone."""
+    with contextlib.suppress(OSError):
+        while (job := frames.receive(connection)) is not None:
+            frames.send_encoded(connection, _run_job(connection, job, tasks, memory))
+
+
+def _run_job(connection: socket.socket, job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
+    task, limits = job
+    phase = 0
+
+    def next_phase(size: int) -> None:
+        nonlocal phase
+        phase += 1
+        frames.send(connection, NextPhase(size))
+        memory.set(limits[phase].memory)
+
+    tasks.next_phase = next_phase
+    memory.set(limits[0].memory)
+    try:
+        return frames.encode(Result(task(tasks)))
+    except MemoryError:
+        failure = Result(error="memory", phase=phase)
+    except (RequestError, ChatTemplateError) as error:
+        failure = Result(error="input", message=error.message, phase=phase)
+    finally:
+        memory.set(None)
+    return frames.encode(failure)
 
 
 if __name__ == "__main__":

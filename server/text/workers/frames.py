@@ -1,4 +1,4 @@
-"""Messages between the API process and its text workers: pickled frames on socket pairs."""
+"""Protocol between the API process and its text workers: pickled frames on socket pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from windlass.server.config.settings import RankSettings
@@ -16,26 +17,20 @@ if TYPE_CHECKING:
 
 
 COMMAND = struct.Struct("!ci")
-
 ANSWER = struct.Struct("!i")
-
 FORK, REAP = b"F", b"R"
 
-R = TypeVar("R")
-
 _LENGTH = struct.Struct("!Q")
-
-_RECEIVE_BYTES = 1 << 20  # bytes taken from a socket at once
-
-_IDS_PER_BATCH = 100_000  # packed or unpacked in one go, which holds the interpreter lock
+_RECEIVE_BYTES = 1 << 20  # read from a socket at once
+_IDS_PER_BATCH = 100_000  # packed or unpacked while the interpreter lock is held
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSource:
-    """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one.
+    """Data that a text worker loads: tokenizer.json as text, named special tokens and the chat template, if there is one.
 
-    tool_template: of chats with functions, where that is another one. pair_template: of pairs of texts, None: the chat template,
-    where it takes them, as it has to if `requires_pair_template`.
+    tool_template: for chats with functions, if it differs. pair_template: for pairs of texts; None for the chat template, which
+    must then support pairs if `requires_pair_template`.
     """
 
     tokenizer: str
@@ -46,59 +41,48 @@ class WorkerSource:
     requires_pair_template: bool = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, ranking: RankSettings | None = None) -> WorkerSource:
-        """What this tokenizer was loaded from, and how pairs are put to the model."""
+    def from_tokenizer(cls, tokenizer: Tokenizer, ranking: RankSettings | None = None) -> WorkerSource:
+        """The files of this tokenizer, with the template of pairs from the settings."""
         parts = tokenizer.special_tokens, tokenizer.chat_template, tokenizer.tool_template
         pairs = (None, False) if ranking is None else (ranking.template, ranking.needs_template)
         return cls(tokenizer.backend.to_str(), *parts, *pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskCall(Generic[R]):
-    """A method of `TextTasks` by name with its arguments, which comes to an R. `tasks.call` makes it."""
+class Limits:
+    """Limits of one phase of a job. seconds: from its start, without waiting for a slot. memory: bytes beyond what the process
+    holds."""
 
-    task: str
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def of(self, tasks: object) -> R:
-        """Make it."""
-        found: R = getattr(tasks, self.task)(*self.args, **self.keywords)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """memory: bytes that the call may take beyond what the process has."""
-
-    call: TaskCall[Any]
+    seconds: float
     memory: int
 
 
+# A job: a method of `TextTasks` with its keyword arguments, and the limits of each of its phases.
+Job = tuple[partial[Any], Sequence[Limits]]
+
+
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A job's result; as an answer to a `WorkerSource`: that much of it is loaded."""
+class NextPhase:
+    """Sent by a worker whose job begins its next phase; no answer is expected. size: characters of its input."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of a job, or of one part of loading. error: "input" with a message for the client, or "memory".
+
+    phase: index of the phase in which a job failed.
+    """
 
     value: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The input is at fault; the message is fit for the caller."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """The job needed more memory than it may have."""
-
-
-Result = Done | Refused | OutOfMemory
+    error: Literal["", "input", "memory"] = ""
+    message: str = ""
+    phase: int = 0
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes, 4 each in this machine's order."""
+    """Token ids as bytes, 4 each in native byte order."""
     packed = array("I")
     for start in range(0, len(ids), _IDS_PER_BATCH):
         packed.extend(ids[start : start + _IDS_PER_BATCH])
@@ -106,17 +90,17 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def count_ids(packed: bytes) -> int:
-    """How many `pack_ids` packed."""
+    """Number of ids that `pack_ids` packed."""
     return len(packed) // 4
 
 
 def slice_ids(packed: bytes, count: int, *, first: bool) -> bytes:
-    """The first or the last `count` of them, packed."""
+    """The first or the last `count` ids, packed. count: at least 1."""
     return packed[: 4 * count] if first else packed[-4 * count :]
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """What `pack_ids` packed."""
+    """Inverse of `pack_ids`."""
     ids: list[int] = []
     step = 4 * _IDS_PER_BATCH
     for start in range(0, len(packed), step):
@@ -125,7 +109,7 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Send one frame; blocks. Raises OSError when the other end is gone or a timeout of the socket passed."""
+    """Send one frame; blocks. Raises OSError if the peer is gone or the socket's timeout passed."""
     send_encoded(sock, encode(message))
 
 
@@ -135,13 +119,13 @@ def encode(message: Any) -> bytes:
 
 
 def send_encoded(sock: socket.socket, body: bytes) -> None:
-    """Send a frame whose body is encoded already."""
+    """Send a frame whose body is already encoded."""
     sock.sendall(_LENGTH.pack(len(body)))
     sock.sendall(body)
 
 
 def receive(sock: socket.socket) -> Any:
-    """The next frame's message; blocks. None when the other end is gone. Raises TimeoutError as the socket does."""
+    """The next frame's message; blocks. None if the peer is gone. Raises TimeoutError as the socket does."""
     head = _receive_exactly(sock, _LENGTH.size)
     if head is None:
         return None

@@ -6,26 +6,41 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TaskCall, WorkerSource
-from windlass.server.text.workers.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
+from windlass.server.text.workers.frames import Limits, Result, WorkerSource
+from windlass.server.text.workers.processes import (
+    RECYCLE_JOB_SIZE,
+    ClosedError,
+    ForkError,
+    ForkServer,
+    OutOfMemoryError,
+    ProcessDiedError,
+    RefusedError,
+    TextProcess,
+    TextWorkerError,
+)
+
+LARGE_JOB = 64 * 1024  # characters or token ids from which a job takes the slot of large jobs
+MAX_IDLE_PROCESSES = 3
+R = TypeVar("R")
 
 
-class QueueFullError(Exception):
-    """More work waits in this lane than it takes."""
+class QueueFullError(TextWorkerError):
+    """Too much work is already waiting for a slot."""
 
 
 class FairLimiter:
-    """Lets `width` jobs run at once. Callers that wait take turns, so one with a hundred jobs holds another up by one.
+    """Lets `width` jobs run at once. Waiting callers take turns, so a caller with 100 jobs delays another by one job.
 
-    max_waiting: the total size of the jobs that may wait; those of one caller may be half of it.
+    max_waiting: total size of the waiting jobs; one caller may use half of it.
     """
 
     def __init__(self, width: int, max_waiting: int) -> None:
@@ -35,7 +50,7 @@ class FairLimiter:
 
     @asynccontextmanager
     async def slot(self, caller: str, size: int) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises QueueFullError without waiting."""
+        """Wait for a slot and hold it. Raises QueueFullError without waiting."""
         if self._free:
             self._free -= 1
         else:
@@ -57,7 +72,7 @@ class FairLimiter:
             if waiter.granted.cancelled():
                 self._remove(caller, waiter)
             else:
-                self._release()  # it was given the place in the same moment
+                self._release()  # the slot was granted at the same moment
             raise
 
     def _release(self) -> None:
@@ -68,7 +83,7 @@ class FairLimiter:
                 self._queues.move_to_end(caller)
             else:
                 del self._queues[caller]
-            # One that was cancelled a moment ago stays queued until its task runs again.
+            # A waiter that was just cancelled stays queued until its task runs again.
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
                 return
@@ -84,46 +99,17 @@ class FairLimiter:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A job that waits. given: done once it may run."""
+    """A waiting job. granted: done once it may run."""
 
     size: int
     granted: asyncio.Future[None]
 
 
-R = TypeVar("R")
-
-LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
-
-RECYCLE_JOB_SIZE = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
-
-MAX_IDLE_PROCESSES = 3
-
-
-class RefusedError(Exception):
-    """The job's input is at fault; the message is fit for the caller."""
-
-
-class ClosedError(Exception):
-    """There are no text processes, and will be none soon."""
-
-
-class OutOfMemoryError(Exception):
-    """The job needed more memory than it may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one job may take. seconds: from its start, waiting for its turn not counted. memory: bytes."""
-
-    seconds: float
-    memory: int
-
-
 class TextPool:
-    """Processes for text jobs. Starts nothing until `spawn` or the first job.
+    """Processes for text jobs. Starts no process until `spawn` or the first job.
 
-    short, large: jobs of each kind that run at once. max_waiting: total size of the large jobs that may wait.
-    processes_lost: those that ended when nobody had asked them to.
+    short, large, templates, grammars: concurrent jobs of each kind. max_waiting: see `FairLimiter`.
+    jobs: number of jobs run. processes_lost: processes that ended unexpectedly.
     """
 
     def __init__(
@@ -139,57 +125,65 @@ class TextPool:
         self._idle: list[TextProcess] = []
         self._running: set[TextProcess] = set()
         self._closed = False
+        self.jobs = 0
         self.processes_lost = 0
 
     def spawn(self) -> None:
-        """Begin to load, without waiting."""
+        """Start loading, without waiting."""
         if self._server is None:
             self._server = ForkServer(self._source)
 
     def wait_loaded(self) -> None:
-        """Load, and wait for it; blocks. Raises LoadError where the tokenizer or the chat template cannot be used."""
+        """Load; blocks. Raises LoadError if the tokenizer or the chat template cannot be used."""
         with self._lock:
             self._ensure_server()
 
     def pairs(self) -> PairTemplate | None:
-        """How pairs of texts are put to the model, if a template says so; blocks until it is loaded, raises as `run` does."""
+        """The template of pairs of texts, if there is one; blocks until it is loaded. Raises LoadError and ClosedError."""
         with self._lock:
             return self._ensure_server().pairs
 
     async def run(
-        self, call: TaskCall[R], *, size: int, limits: Limits, caller: str = "", limiter: FairLimiter | None = None
+        self,
+        task: partial[R],
+        *limits: Limits,
+        size: int,
+        caller: str = "",
+        limiter: FairLimiter | None = None,
     ) -> R:
-        """What a call of `TextTasks` comes to.
+        """Run a method of `TextTasks`, given as a partial with keyword arguments only; returns its result.
 
-        size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.
-        Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, QueueFullError, ClosedError. Cancelling it
-        kills the job.
+        limits: of each phase of the job. size: of its input, in characters or token ids. caller: waiting jobs of different
+        callers take turns. limiter: by size if None. Raises TextWorkerError. Cancelling it kills the job.
         """
-        limiter = limiter or (self._large if size >= LARGE_JOB else self._short)
-        async with limiter.slot(caller, size):
+        self.jobs += 1
+        limiters = [limiter or (self._large if size >= LARGE_JOB else self._short)]
+        if len(limits) > 1 and size >= LARGE_JOB:
+            # A large chat is tokenized after rendering. In this order it holds no template slot while it waits.
+            limiters.insert(0, self._large)
+        async with contextlib.AsyncExitStack() as slots:
+            for each in limiters:
+                await slots.enter_async_context(each.slot(caller, size))
             handle = _JobHandle()
             running = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._run_job, Job(call, limits.memory), limits.seconds, size, handle
+                self._threads, self._run_job, task, limits, size, handle
             )
             try:
                 result = await asyncio.shield(running)
             except asyncio.CancelledError:
                 handle.cancel()
                 with contextlib.suppress(Exception):
-                    await running  # the place in the lane is free once the process is dead
+                    await running  # the slots are free once the process is dead
                 raise
-        match result:
-            case Done(value):
-                return cast(R, value)
-            case Refused(message):
-                raise RefusedError(message)
-            case _:
-                assert isinstance(result, OutOfMemory)
-                raise OutOfMemoryError
+        if result.error:
+            error = RefusedError(result.message) if result.error == "input" else OutOfMemoryError()
+            error.phase = result.phase
+            raise error
+        return cast(R, result.value)
 
     def close(self) -> None:
-        """End every process, without waiting for their work: jobs that run fail."""
-        self._closed = True  # without the lock, which a thread may hold for as long as loading takes
+        """End all processes without waiting for their work; running jobs fail."""
+        self._closed = True  # without the lock, which a loading thread may hold for long
         if self._server is not None:
             self._server.kill()
         for process in [*list(self._running), *self._idle]:
@@ -199,39 +193,41 @@ class TextPool:
             self._idle.pop().kill()
 
     # ---- on threads --------------------------------------------------------------------------------------------------
-    def _run_job(self, job: Job, seconds: float, size: int, handle: _JobHandle) -> frames.Result:
-        body = frames.encode(job)
+    def _run_job(self, task: partial[R], limits: Sequence[Limits], size: int, handle: _JobHandle) -> Result:
+        body = frames.encode((task, limits))
         process, fresh = self._acquire_process()
         try:
-            result = self._run_on_process(process, handle, body, seconds)
+            result = self._run_on_process(process, handle, body, limits)
         except ProcessDiedError:
             self.processes_lost += not self._closed
             if fresh or self._closed:
                 raise
-            process = self._fork()  # it may have died while it was idle, through no fault of this job
-            result = self._run_on_process(process, handle, body, seconds)
-        process.needs_recycling |= size >= RECYCLE_JOB_SIZE or not isinstance(result, Done)
+            process = self._fork()  # it may have died while idle, and jobs can be repeated
+            result = self._run_on_process(process, handle, body, limits)
+        process.needs_recycling |= size >= RECYCLE_JOB_SIZE or bool(result.error)
         self._return_process(process)
         return result
 
-    def _run_on_process(self, process: TextProcess, handle: _JobHandle, body: bytes, seconds: float) -> frames.Result:
+    def _run_on_process(
+        self, process: TextProcess, handle: _JobHandle, body: bytes, limits: Sequence[Limits]
+    ) -> Result:
         self._running.add(process)
         try:
             if self._closed or not handle.attach(process):
                 process.kill()
                 raise ClosedError("the server is shutting down")
-            result = process.run(body, seconds)
+            result = process.run(body, limits)
         except BaseException:
-            process.kill()  # nobody else knows of it; without effect where it is dead
+            process.kill()  # it has no other owner
             raise
         finally:
             self._running.discard(process)
             if not handle.detach():
-                process.kill()  # cancelled: it may be dead already
+                process.kill()
         return result
 
     def _acquire_process(self) -> tuple[TextProcess, bool]:
-        """A process, and whether it is a new one."""
+        """A process, and whether it is new."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
@@ -245,7 +241,7 @@ class TextPool:
                     return server.fork()
                 except ForkError as error:
                     raise ClosedError(f"no further process can be started ({error}): try again later") from None
-                except OSError:  # it was killed, or does not answer: another takes its place
+                except OSError:  # it was killed or does not answer: replace it
                     self.processes_lost += 1
                     server.kill()
         raise ClosedError("the processes for tokenizing and chat templates cannot be started")
@@ -273,7 +269,7 @@ class TextPool:
 
 
 class _JobHandle:
-    """The process that runs a job, while it does, so that the job can be cancelled."""
+    """Link from a running job to its process, for cancelling it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -281,19 +277,19 @@ class _JobHandle:
         self._cancelled = False
 
     def attach(self, process: TextProcess) -> bool:
-        """The job runs there from now on; False where it is cancelled already."""
+        """Set the process; False if the job was already cancelled."""
         with self._lock:
             self._process = process
             return not self._cancelled
 
     def detach(self) -> bool:
-        """The job is over; False where it was cancelled, and its process with it."""
+        """Clear the process at the end of the job; False if the job was cancelled."""
         with self._lock:
             self._process = None
             return not self._cancelled
 
     def cancel(self) -> None:
-        """End the process that runs the job, if one does."""
+        """Kill the process of the job, if it runs."""
         with self._lock:
             self._cancelled = True
             if self._process is not None:

@@ -1,6 +1,6 @@
-"""Text processes as their parent holds them: start the fork server, fork from it, run a job with a time limit, kill.
+"""Text processes seen from the API process: start the fork server, fork from it, run a job with time limits, kill.
 
-Everything here blocks and belongs on threads; `pool.py` brings it to the event loop.
+Everything here blocks and belongs on threads; `pool.py` connects it to the event loop.
 """
 
 from __future__ import annotations
@@ -14,52 +14,71 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import child_output_fd
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Done, Refused, Result, WorkerSource
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Limits, NextPhase, Result, WorkerSource
 
-LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
-COMPILE_SECONDS = 5.0  # for the chat template
-CONTROL_SECONDS = 5.0  # for the fork server to answer, which takes milliseconds
-LOWER_PRIORITY_AFTER = 0.25  # seconds after which a job gets a lower priority than the engine and the streams
+LOAD_SECONDS = 120.0  # for the tokenizer, which the API process has already loaded
+COMPILE_SECONDS = 5.0  # for each chat template
+CONTROL_SECONDS = 5.0  # for a command to the fork server, which takes milliseconds
+LOWER_PRIORITY_AFTER = 0.25  # seconds until a job gets a lower priority than the engine and the streams
 LOWER_PRIORITY = 10
+RECYCLE_JOB_SIZE = 256 * 1024  # characters or token ids after which a process is replaced, to release its memory
 
 
-class TooSlowError(Exception):
-    """A job used up its seconds; its process was killed."""
+class TextWorkerError(Exception):
+    """A job failed. phase: index of the phase in which it did."""
+
+    phase = 0
 
 
-class ProcessDiedError(Exception):
-    """A text process ended during a job; the message says how."""
+class RefusedError(TextWorkerError):
+    """The input of the job is at fault; the message is meant for the client."""
+
+
+class OutOfMemoryError(TextWorkerError):
+    """The job exceeded its memory limit."""
+
+
+class TooSlowError(TextWorkerError):
+    """The job exceeded its time limit; its process was killed."""
+
+
+class ProcessDiedError(TextWorkerError):
+    """A text process ended during a job; the message names the signal."""
 
 
 class KilledError(ProcessDiedError):
-    """Somebody else killed it, as the system does where memory runs out: hardly this job's fault."""
+    """The process was killed from outside, as the system does when memory runs out; the job is probably not at fault."""
+
+
+class ClosedError(TextWorkerError):
+    """No text process is available or can be started."""
 
 
 class ForkError(Exception):
-    """The system has no room for another process; the message says why."""
+    """The system cannot start another process; the message has the reason."""
 
 
 class ForkServer:
     """A running `windlass.server.text.workers.fork_server`; it begins to load at once. Thread-safe.
 
-    pairs: once it has loaded, how pairs of texts are put to the model, if a template says so.
+    pairs: once loaded, the template of pairs of texts, if there is one.
     """
 
     def __init__(self, source: WorkerSource) -> None:
         self._source = source
         self.pairs: PairTemplate | None = None
-        self._lock = threading.RLock()  # held by whoever waits on the control socket
+        self._lock = threading.RLock()  # held while waiting on the control socket
         self._control, theirs = socket.socketpair()
         with theirs:
             output = child_output_fd()
-            # As with the engine: -P keeps the working directory off the import path, a session of its own the ctrl-C.
+            # As for the engine: -P keeps the working directory off the import path; a new session is safe from ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.server.text.workers.fork_server", f"--fd={theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
@@ -71,31 +90,35 @@ class ForkServer:
             )
 
     def wait_loaded(self) -> None:
-        """Wait until it can fork. Raises LoadError where a template cannot be used."""
+        """Wait until it can fork. Raises LoadError if a template cannot be used."""
         with self._lock:
             self._control.settimeout(LOAD_SECONDS)
-            with contextlib.suppress(OSError):  # it is gone: found out when it does not answer
+            with contextlib.suppress(OSError):  # if it is gone, `_expect` reports it
                 frames.send(self._control, self._source)
             self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
-            self._expect("the chat template cannot be used", COMPILE_SECONDS)
-            source_name = "the chat template of this model" if self._source.pair_template is None else "its template"
-            hint = "name another with --rerank-template" if self._source.pair_template is None else "change it"
-            problem = f"pairs of texts cannot be ranked by {source_name} ({hint})"
-            self.pairs = self._expect(problem, COMPILE_SECONDS)
+            hint = "give another with --chat-template FILE"
+            self._expect("the chat template cannot be used", COMPILE_SECONDS, hint)
+            if self._source.pair_template is None:
+                problem, hint = "the chat template of this model", "name another with --rerank-template"
+            else:
+                problem, hint = "its template", "change --rerank-template"
+            self.pairs = self._expect(f"pairs of texts cannot be ranked by {problem} ({hint})", COMPILE_SECONDS)
             self._control.settimeout(CONTROL_SECONDS)
 
-    def _expect(self, problem: str, seconds: float) -> Any:
+    def _expect(self, problem: str, seconds: float, hint: str = "") -> Any:
         self._control.settimeout(seconds)
         reason = "its process ended"
+        answer: Result | None = None
         try:
             answer = frames.receive(self._control)
         except TimeoutError:
-            answer, reason = None, f"it takes more than {seconds:g} s"
+            reason = f"it takes more than {seconds:g} s"
         except OSError:
-            answer = None
-        if not isinstance(answer, Done):
+            pass
+        if answer is None or answer.error:
             self.kill()
-            raise LoadError(f"{problem}: {answer.message if isinstance(answer, Refused) else reason}")
+            reason = reason if answer is None else answer.message
+            raise LoadError(f"{problem}: {reason}" + (f" ({hint})" if hint else ""))
         return answer.value
 
     def fork(self) -> TextProcess:
@@ -113,7 +136,7 @@ class ForkServer:
         return TextProcess(self, ours, pid)
 
     def reap(self, pid: int) -> int | None:
-        """How a dead process ended, as subprocess tells it; None when the fork server is gone or does not answer."""
+        """Return code of a dead process, as in subprocess; None if the fork server is gone or does not answer."""
         with contextlib.suppress(OSError), self._command():
             self._control.sendall(COMMAND.pack(REAP, pid))
             return self._receive_answer()
@@ -121,8 +144,8 @@ class ForkServer:
 
     @contextlib.contextmanager
     def _command(self) -> Iterator[None]:
-        """One command and its answer. An answer that did not come in time would be taken for that of the next command, and its
-        process id for another's: then the fork server is ended, before anybody else asks it."""
+        """Scope of one command and its answer. A late answer would be taken for that of the next command, with a wrong process
+        id, so the fork server is killed before it can be used again."""
         with self._lock:
             try:
                 yield
@@ -142,27 +165,27 @@ class ForkServer:
 
     @property
     def session(self) -> int:
-        """Of it and all that it forked."""
+        """Session id of the fork server and its forks."""
         return self._process.pid
 
     def kill(self) -> None:
-        """End it; what it forked is ended by those who hold it. Safe to call twice and from any thread."""
+        """End the fork server; its forks are killed by their owners. Idempotent and safe on any thread."""
         self._process.kill()
         self._process.wait()
-        # Its end wakes whoever waits on the socket. Were it closed meanwhile, its number could become another socket's.
+        # The end of the process wakes threads that wait on the socket. Closing it before that could reuse its number.
         with self._lock:
             self._control.close()
 
 
 def _wait_readable(seconds: float, connection: socket.socket) -> bool:
-    """Whether there is something to read in time. With many clients a descriptor is beyond those that `select` knows."""
+    """Whether data arrives in time. `poll` because `select` does not support descriptors above 1,023."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 class TextProcess:
-    """A forked process that runs one job at a time. `needs_recycling`: its last job was slow or large."""
+    """A forked process that runs one job at a time. `needs_recycling`: it ran a slow or large job."""
 
     def __init__(self, server: ForkServer, connection: socket.socket, pid: int) -> None:
         self._server = server
@@ -172,30 +195,45 @@ class TextProcess:
         self._exited = self._interrupted = False
         self.needs_recycling = False
 
-    def run(self, job: bytes, seconds: float) -> Result:
-        """Run an encoded `Job`. Raises TooSlowError, ProcessDiedError or KilledError: the process is dead then."""
-        deadline = time.monotonic() + seconds
+    def run(self, job: bytes, limits: Sequence[Limits]) -> Result:
+        """Run an encoded `Job` with these limits.
+
+        Raises TooSlowError, ProcessDiedError or KilledError, after which the process is dead.
+        """
+        phase, lowered = 0, False
+        now = time.monotonic()
+        lower_at, deadline = now + LOWER_PRIORITY_AFTER, now + limits[0].seconds
+        message: NextPhase | Result | None = None
+        error: TextWorkerError | None = None
         try:
-            self._connection.settimeout(seconds)
+            self._connection.settimeout(limits[0].seconds)
             frames.send_encoded(self._connection, job)
-            if not _wait_readable(min(LOWER_PRIORITY_AFTER, seconds), self._connection):
-                self._lower_priority()
+            while True:
+                wait = max(0.0, min(lower_at, deadline) - time.monotonic())
+                if not lowered and not _wait_readable(wait, self._connection):
+                    self._lower_priority()
+                    lowered = True
                 self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            answer: Result | None = frames.receive(self._connection)
+                message = frames.receive(self._connection)
+                if not isinstance(message, NextPhase):
+                    break
+                self.needs_recycling |= message.size >= RECYCLE_JOB_SIZE
+                phase += 1
+                deadline = time.monotonic() + limits[phase].seconds
         except TimeoutError:
             self.kill()
-            raise TooSlowError from None
+            error = TooSlowError()
         except OSError:
-            answer = None
-        if answer is None:
-            ours = self._interrupted
+            message = None
+        if isinstance(message, Result) and error is None:
+            return message
+        if error is None:
+            interrupted = self._interrupted  # by this server, before `kill` does so
             code = self.kill()
-            raise (
-                KilledError("SIGKILL")
-                if code == -signal.SIGKILL and not ours
-                else ProcessDiedError(_describe_exit(code))
-            )
-        return answer
+            killed = code == -signal.SIGKILL and not interrupted
+            error = KilledError("SIGKILL") if killed else ProcessDiedError(_describe_exit(code))
+        error.phase = phase
+        raise error
 
     def _lower_priority(self) -> None:
         self.needs_recycling = True  # its priority cannot be raised again
@@ -205,21 +243,21 @@ class TextProcess:
 
     @property
     def exited(self) -> bool:
-        """Whether it was killed and is gone."""
+        """Whether it was killed."""
         return self._exited
 
     def interrupt(self) -> None:
-        """End it at once, whatever it does, without waiting; `run` then raises. May be called from any thread."""
+        """Kill the process without waiting for its end; `run` then raises. Thread-safe."""
         with self._lock, contextlib.suppress(OSError):
             if not self._exited:
                 self._interrupted = True
-                # Not reaped yet, so the id is still its own, unless the fork server is gone: then only who is of its session.
+                # Until it is reaped the process id is its own. If the fork server is gone, the session shows whether it is.
                 if self._server.alive or os.getsid(self._pid) == self._server.session:
                     os.kill(self._pid, signal.SIGKILL)
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
+                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the result
 
     def kill(self) -> int | None:
-        """The same, and wait for its end; returns how it ended where that is known."""
+        """Interrupt and wait for the end; returns the return code if it is known."""
         self.interrupt()
         with self._lock:
             if self._exited:

@@ -1,11 +1,11 @@
-"""Jobs of a text worker."""
+"""Tasks of a text worker."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
@@ -13,23 +13,23 @@ from windlass.engine.errors import RequestError
 from windlass.server.text.grammars import GrammarCompiler
 from windlass.server.text.pair_prompts import PairField, PairPrompt
 from windlass.server.text.tokenizer import TextOffsets, Tokenizer
-from windlass.server.text.workers.frames import TaskCall, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import pack_ids, unpack_ids
 
 if TYPE_CHECKING:
     from windlass.server.text.chat_template import ChatTemplate
 
 
-MAX_TAIL = 19  # tokens of a breaker after the one in which it begins
+MAX_TAIL = 19  # tokens of a breaker after its first one
 
 
 def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
-    """(ids of tokens that hold a breaker, sequences of two ids and more that do).
+    """(ids of tokens that contain a breaker, sequences of at least two ids that do).
 
-    A sequence is a token that ends with a breaker's beginning, and the tokens of the rest.
+    A sequence is a token that ends with the beginning of a breaker, and the tokens of the rest.
     """
     pieces = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
     ids: set[int] = set()
-    tails: defaultdict[bytes, set[tuple[int, ...]]] = defaultdict(set)  # by what the token before them ends with
+    tails: defaultdict[bytes, set[tuple[int, ...]]] = defaultdict(set)  # by the end of the token before them
     for breaker in dict.fromkeys(breakers):
         whole = breaker.encode()
         ids.update([token_id for token_id, piece in enumerate(pieces) if whole in piece])
@@ -46,18 +46,8 @@ def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[froze
     return frozenset(ids), frozenset(sequences)
 
 
-P = ParamSpec("P")
-
-R = TypeVar("R")
-
-
-def call(task: Callable[Concatenate[TextTasks, P], R], *args: P.args, **keywords: P.kwargs) -> TaskCall[R]:
-    """A call of a method of `TextTasks`, for `TextPool.run`."""
-    return TaskCall(task.__name__, args, keywords)
-
-
 class TextTasks:
-    """The jobs by name. Methods raise RequestError or ChatTemplateError where the input is at fault."""
+    """The tasks. Methods take keyword arguments only and raise RequestError or ChatTemplateError if the input is at fault."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
@@ -65,19 +55,21 @@ class TextTasks:
         self._tokenizer = tokenizer
         self._template, self._tool_template = template, tool_template or template
         self._grammars = GrammarCompiler(tokenizer)
+        # Called with the characters of a task's next phase. A worker replaces it, to change its limits.
+        self.next_phase: Callable[[int], None] = lambda size: None
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+    def encode(self, *, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
         return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
 
-    def cut(self, texts: Sequence[str], *, max_tokens: int) -> list[str]:
-        """The beginning of each text, of at most so many tokens, but a character at least."""
+    def truncate(self, *, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The beginning of each text: at most `max_tokens` tokens, at least one character."""
         return [self._truncate(text, max_tokens) for text in texts]
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool, max_tokens: int | None
+        self, *, pairs: Sequence[tuple[str, str]], add_special_tokens: bool, max_tokens: int | None
     ) -> list[tuple[bytes, int]]:
-        """Packed token ids of each pair of texts, and where those of the second begin; see `Tokenizer.encode_pair`."""
+        """Packed token ids of each pair, and the index of the second text's first token; see `Tokenizer.encode_pair`."""
         results = []
         for first, second in pairs:
             with _tokenizer_errors():
@@ -89,18 +81,18 @@ class TextTasks:
 
     def encode_pair_prompts(
         self,
+        *,
         prompt: PairPrompt,
         instruction: str,
         pairs: Sequence[tuple[str, str]],
-        *,
         add_special_tokens: bool,
         max_tokens: int | None,
         keep_first: bool,
     ) -> list[bytes]:
-        """Packed token ids of the prompt with each pair of query and document in it.
+        """Packed token ids of the prompt with each pair of query and document.
 
-        most: the document is cut, at its end or at its beginning, so that the whole has no more tokens. Raises RequestError where
-        the rest alone has more.
+        max_tokens: the end of the document (its beginning unless `keep_first`) is cut so that a prompt has at most that many
+        tokens. Raises RequestError if the rest alone has more.
         """
         results = []
         for query, document in pairs:
@@ -110,7 +102,7 @@ class TextTasks:
             while max_tokens is not None and len(ids) > max_tokens:
                 if not inserted:
                     raise RequestError(
-                        f"what stands around a document has {len(ids)} tokens, which leave it no room among {max_tokens}"
+                        f"the prompt without its document has {len(ids)} tokens, more than the limit of {max_tokens}"
                     )
                 values["document"] = _drop_tokens(inserted, begin, spans, len(ids) - max_tokens, keep_first)
                 text, begin, inserted = prompt.fill(values)
@@ -118,8 +110,8 @@ class TextTasks:
             results.append(pack_ids(ids))
         return results
 
-    def encode_word_variants(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Id sequences of each word as a text begins with it and as it stands after a space, each once."""
+    def encode_word_variants(self, *, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Distinct id sequences of each word at the beginning of a text and after a space."""
         results: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
@@ -128,21 +120,21 @@ class TextTasks:
                     results[ids] = None
         return tuple(results)
 
-    def breaker_tokens(self, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
-        """(ids of tokens that hold one of these texts, sequences of ids that do)."""
+    def breaker_tokens(self, *, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+        """See the function of this name."""
         return breaker_tokens(self._tokenizer, breakers)
 
     def tokenize(
         self,
-        text: str,
         *,
+        text: str,
         add_special_tokens: bool,
         offsets: bool,
         token_strs: bool,
         max_model_len: int | None,
         max_bytes: int,
     ) -> bytes:
-        """The JSON answer of /tokenize, of at most max_bytes."""
+        """The JSON response of /tokenize, at most `max_bytes` long."""
         ids, spans = self._encode(text, add_special_tokens)
         payload: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
         if offsets:
@@ -151,15 +143,21 @@ class TextTasks:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _check_size(to_json(payload), max_bytes, "prompt")
 
-    def decode(self, prompts: Sequence[bytes], *, skip_special_tokens: bool) -> list[str]:
+    def tokenize_chat(self, *, conversation: Mapping[str, Any], **options: Any) -> bytes:
+        """Render a conversation, then `tokenize` in a second phase. conversation, options: arguments of these methods."""
+        text = self.render(**conversation)
+        self.next_phase(len(text))
+        return self.tokenize(text=text, **options)
+
+    def decode(self, *, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
 
     def detokenize(
-        self, packed: bytes, *, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
+        self, *, token_ids: bytes, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
     ) -> bytes:
-        """The JSON answer of /detokenize, of at most max_bytes."""
-        ids = unpack_ids(packed)
+        """The JSON response of /detokenize, at most `max_bytes` long."""
+        ids = unpack_ids(token_ids)
         payload: dict[str, Any] = {"prompt": self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)}
         if offsets:
             counter = TextOffsets(self._tokenizer, skip_special_tokens=skip_special_tokens)
@@ -170,33 +168,31 @@ class TextTasks:
         return _check_size(to_json(payload), max_bytes, "tokens")
 
     def prepare_grammars(self) -> None:
-        """Load what every grammar needs: forks of this process share it, and need half a second less each."""
+        """Load the data that every grammar needs. Forks of this process share it, which saves half a second in each."""
         self._grammars.prepare()
 
-    def compile_grammar(self, kind: str, value: str, alternative: str) -> str:
+    def compile_grammar(self, *, kind: str, value: str, alternative: str) -> str:
         """A serialized grammar; see `GrammarCompiler.compile`."""
         return self._grammars.compile(kind, value, alternative)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        with_tools: bool,
-    ) -> str:
-        """A conversation as one text; see `ChatTemplate.render`. with_tools: by the template for chats with functions."""
+    def render(self, *, messages: Sequence[Mapping[str, Any]], with_tools: bool, **options: Any) -> str:
+        """A conversation as text. with_tools: use the template for chats with functions. options: of `ChatTemplate.render`."""
         template = self._tool_template if with_tools else self._template
         assert template is not None
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            tools=tools,
-        )
+        return template.render(messages, **options)
+
+    def encode_chat(
+        self, *, add_special_tokens: bool, max_characters: int | None, **conversation: Any
+    ) -> tuple[str, bytes] | int:
+        """A conversation as text and as packed token ids, or its length if it has more than `max_characters`.
+
+        The second phase tokenizes. conversation: arguments of `render`.
+        """
+        text = self.render(**conversation)
+        if max_characters is not None and len(text) > max_characters:
+            return len(text)
+        self.next_phase(len(text))
+        return text, pack_ids(self._encode(text, add_special_tokens)[0])
 
     def _truncate(self, text: str, max_tokens: int) -> str:
         ids, spans = self._encode(text, False)
@@ -211,7 +207,7 @@ class TextTasks:
 
 
 def _drop_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]], count: int, keep_first: bool) -> str:
-    """The document without so many of its tokens, a character shorter at least. begin: where it stands in what spans are of."""
+    """The document without `count` of its tokens, at least one character shorter. begin: its offset in the text of `spans`."""
     end = begin + len(document)
     inside = [span for span in spans if span[0] < span[1] and begin <= span[0] < end]
     if len(inside) <= count:
@@ -223,12 +219,12 @@ def _drop_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]], co
 
 @contextmanager
 def _tokenizer_errors() -> Iterator[None]:
-    """Whatever stops the tokenizer, as an error about the text."""
+    """Turn failures of the tokenizer into RequestError."""
     try:
         yield
     except (RequestError, MemoryError):
         raise
-    except BaseException as error:  # a panic inside the Rust library is no Exception: a pattern that gave up, say
+    except BaseException as error:  # a panic of the Rust library, as for a pattern that gave up, is not an Exception
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
 
@@ -236,7 +232,7 @@ def _tokenizer_errors() -> Iterator[None]:
 def _check_size(answer: bytes, max_bytes: int, param: str) -> bytes:
     if len(answer) > max_bytes:
         raise RequestError(
-            f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once "
-            f"(--max-response-bytes): send less in {param}, or leave offsets and token_strs out"
+            f"the response has {len(answer)} bytes, more than the limit of {max_bytes}: "
+            f"send less in {param}, or leave offsets and token_strs out"
         )
     return answer

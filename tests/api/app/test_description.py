@@ -1,6 +1,6 @@
-"""`/openapi.json` is whole, and true: every example of it runs, and what comes back is as described.
+"""`/openapi.json` is complete and correct: every example runs, and its response follows the schema.
 
-The answers of all other tests over HTTP are held to it as well (`helpers/described.py`).
+The responses of all other HTTP tests are validated as well (`helpers/described.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def document(live: Live) -> dict[str, Any]:
     return found
 
 
-def test_it_is_a_document_of_openapi(document: dict[str, Any]) -> None:
+def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
@@ -67,7 +67,7 @@ def test_it_is_a_document_of_openapi(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_every_operation_says_all_there_is_to_say(document: dict[str, Any], method: str, path: str) -> None:
+def test_every_operation_is_complete(document: dict[str, Any], method: str, path: str) -> None:
     operation = document["paths"][path][method]
     assert re.fullmatch(r"[a-z_]+", operation["operationId"])
     assert operation["summary"] and operation["description"] and len(operation["tags"]) == 1
@@ -79,7 +79,7 @@ def test_every_operation_says_all_there_is_to_say(document: dict[str, Any], meth
     body = operation.get("requestBody")
     assert (body is not None) is (method == "post")
     if body is not None:
-        assert body["required"] and body["content"]["application/json"]["examples"], "give examples in examples.py"
+        assert body["required"] and body["content"]["application/json"]["examples"], "give examples with the route"
     assert {"200", "408", "413", "429", "431", "500", "503"} <= set(operation["responses"])
     assert not {"401", "422"} & set(operation["responses"])
     for status, response in operation["responses"].items():
@@ -90,7 +90,7 @@ def test_every_operation_says_all_there_is_to_say(document: dict[str, Any], meth
     assert all("Retry-After" in resolve(operation["responses"][status])["headers"] for status in ("429", "503"))
 
 
-def test_operations_have_names_of_their_own(document: dict[str, Any]) -> None:
+def test_operation_ids_are_unique(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, _, operation in Description(document).operations()]
     assert len(set(names)) == len(names) > 15
     tags = {tag["name"] for tag in document["tags"]}
@@ -103,12 +103,12 @@ def test_every_field_is_described(name: str) -> None:
     schema = description().document["components"]["schemas"][name]
     assert schema.get("description"), f"{name} has no docstring"
     for field, described in schema.get("properties", {}).items():
-        assert described.get("description"), f"say in asked.py or told.py what {name}.{field} is"
+        assert described.get("description"), f"describe {name}.{field} in its model"
     if schema.get("type") == "object" and "additionalProperties" in schema:
         assert schema["additionalProperties"] is False or "type" in str(schema["additionalProperties"])
 
 
-def test_no_answer_is_of_any_shape(document: dict[str, Any]) -> None:
+def test_every_response_has_a_schema(document: dict[str, Any]) -> None:
     for method, path, operation in Description(document).operations():
         for kind, media in operation["responses"]["200"]["content"].items():
             schema = media["schema"]
@@ -119,7 +119,7 @@ def test_no_answer_is_of_any_shape(document: dict[str, Any]) -> None:
                 assert data.get("anyOf", [data])[-1]["contentSchema"]["$ref"], (method, path)
 
 
-def test_keys_are_told_of_where_they_are_asked_for(document: dict[str, Any]) -> None:
+def test_security_is_described_only_with_keys(document: dict[str, Any]) -> None:
     assert "security" not in document and "securitySchemes" not in document["components"]
     keyed = description().document
     assert keyed["security"] == [{"bearer": []}, {"apiKey": []}]
@@ -163,13 +163,13 @@ def test_every_operation_without_a_body_runs(live: Live, document: dict[str, Any
     assert (document["paths"][path][method]["operationId"] in links) is ("{response_id}" in path)
 
 
-def test_the_example_of_an_error_is_one(live: Live, document: dict[str, Any]) -> None:
+def test_example_of_an_error_is_real(live: Live, document: dict[str, Any]) -> None:
     media = document["components"]["responses"]["BadRequest"]["content"]["application/json"]
     assert live.post("/v1/completions", {"prompt": "a", "temperature": -1}).json() == media["example"]
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_every_code_of_the_reference_is_told(document: dict[str, Any], status: int) -> None:
+def test_every_code_of_the_reference_is_described(document: dict[str, Any], status: int) -> None:
     row = re.search(rf"^\| {status} \|(.*)", (DOCS / "http.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert row is not None
     name = {429: "TooManyRequests", 503: "Unavailable"}[status]
@@ -178,7 +178,7 @@ def test_every_code_of_the_reference_is_told(document: dict[str, Any], status: i
     assert len(codes) > 3 and codes == set(re.findall(r"`([a-z_]+)`", told))
 
 
-def test_examples_of_streams_and_errors_are_as_described() -> None:
+def test_examples_of_streams_and_errors_follow_the_schemas() -> None:
     known, streams = description(), 0
     for _, path, operation in known.operations():
         for status, response in operation["responses"].items():
@@ -206,12 +206,12 @@ def test_examples_of_streams_and_errors_are_as_described() -> None:
         ("ResponseEvent", {"type": "response.output_text.delta", "sequence_number": 1}),
     ],
 )
-def test_the_schemas_refuse_what_is_not_so(schema: str, wrong: Any) -> None:
+def test_schemas_refuse_invalid_values(schema: str, wrong: Any) -> None:
     with pytest.raises(AssertionError, match="not as described"):
         description().validate(wrong, reference(schema))
 
 
-def test_an_answer_that_is_not_described_is_noticed() -> None:
+def test_undescribed_answer_is_detected() -> None:
     request = httpx.Request("GET", "http://test/v1/models/toy")
     headers = {"x-request-id": "r", "content-type": "application/json"}
     with pytest.raises(AssertionError, match="402 is not described"):
@@ -222,7 +222,7 @@ def test_an_answer_that_is_not_described_is_noticed() -> None:
         description().check(httpx.Response(404, request=request, json={}))
 
 
-def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_is_built_once_without_delaying_others(monkeypatch: pytest.MonkeyPatch) -> None:
     openapi_document, begun, go_on, made = (
         application.openapi_document,
         threading.Event(),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from helpers.load_results import simulated_run
-from helpers.scripted_llm import scripted_llm, stream
+from helpers.scripted_http import scripted_llm, stream
 
 from windlass.clients.loadtest.results import SWEEP_FORMAT, write_json
 from windlass.server.cli.main import run

@@ -105,7 +105,7 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
     for line, reason in (
         ("/rop yarn 4", r"there is no /rop \(did you mean 'rope'\?\)"),
         ("/rope yarn", r"factor is missing"),
-        ("/rope linear x", r"factor should be a number"),
+        ("/rope linear x", r"factor must be a number"),
         ("/rope bogus", r"neither a kind of scaling .* nor a profile"),
         ("/rope yarm", r"neither a kind of scaling .* nor a profile here \(did you mean 'yarn'\?\)"),
         ("/rope yarm 4", r"'yarm' is no kind of scaling \(did you mean 'yarn'\?\)"),

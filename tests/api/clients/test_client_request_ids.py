@@ -1,4 +1,4 @@
-"""Every failure bears an id under which the server's log can be searched, whether or not an answer came."""
+"""Every error has a request id that is also in the server's log, with or without a response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.live_server import live_server
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_http import Exchange, answer, drop, events, scripted_server, silence
@@ -33,7 +33,7 @@ HEX = re.compile("[0-9a-f]{32}")
 
 
 async def failure(kind: str, url: str, read: float = 10.0, **options: Any) -> APIError:
-    """What a completion that must fail raises. read: seconds to wait for an answer."""
+    """The error of a completion that must fail. read: read timeout in seconds."""
     timeout = httpx.Timeout(10.0, read=read)
     async with any_client(kind, url, timeout=timeout, retry=RetryPolicy(max_retries=0)) as client:
         with pytest.raises(APIError) as caught:
@@ -41,43 +41,43 @@ async def failure(kind: str, url: str, read: float = 10.0, **options: Any) -> AP
     return caught.value
 
 
-async def test_each_call_has_an_id_of_its_own_and_keeps_it_over_retries(kind: str) -> None:
+async def test_each_call_has_one_id_for_all_retries(kind: str) -> None:
     busy = answer({"error": {"message": "busy"}}, "503 Unavailable")
-    with scripted_server(busy, answer(DONE), answer(DONE), answer({"status": "ready"})) as server:
-        async with any_client(kind, server.url, retry=RetryPolicy(first_delay=0.01)) as client:
-            await client.completions("x")
-            await client.completions("x")
-            await client.health()
+    async with scripted_client(
+        kind, busy, answer(DONE), answer(DONE), answer({"status": "ready"}), retry=RetryPolicy(first_delay=0.01)
+    ) as (server, client):
+        await client.completions("x")
+        await client.completions("x")
+        await client.health()
     first, again, second, third = (request.headers["x-request-id"] for request in server.requests)
     assert first == again and len({first, second, third}) == 3
     assert all(HEX.fullmatch(name) for name in (first, second, third))
 
 
-async def test_ids_of_the_caller_are_sent(kind: str) -> None:
-    with scripted_server(answer(DONE)) as server:
-        async with any_client(kind, server.url, headers={"X-Request-Id": "all"}) as client:
-            await client.completions("x")
-            await client.completions("x", request_id="mine-1")
-            await client.completions("x", request_id="no spaces")  # the server will refuse it, in words
+async def test_request_ids_of_the_caller_are_sent(kind: str) -> None:
+    async with scripted_client(kind, answer(DONE), headers={"X-Request-Id": "all"}) as (server, client):
+        await client.completions("x")
+        await client.completions("x", request_id="mine-1")
+        await client.completions("x", request_id="no spaces")  # the server refuses it
     first, second, third = server.requests
     assert [request.headers["x-request-id"] for request in server.requests] == ["all", "mine-1", "all"]
     assert (second.json["request_id"], third.json["request_id"]) == ("mine-1", "no spaces")
     assert "request_id" not in first.json
 
 
-async def test_the_answers_id_wins(kind: str) -> None:
+async def test_request_id_of_the_response_takes_precedence(kind: str) -> None:
     with scripted_server(answer({"error": {"message": "no"}}, "400 Bad", x_request_id="theirs")) as server:
         error = await failure(kind, server.url, request_id="mine")
     assert isinstance(error, APIStatusError) and error.request_id == "theirs"
 
 
 async def anonymous(exchange: Exchange) -> None:
-    """An error of something that knows no request ids."""
+    """An error of a server without request ids."""
     await exchange.send(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n")
 
 
 async def nothing(exchange: Exchange) -> None:
-    """Half an answer that names no id."""
+    """An incomplete response without a request id."""
     await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{")
     exchange.writer.close()
 
@@ -90,9 +90,9 @@ async def nothing(exchange: Exchange) -> None:
         (nothing, APIConnectionError, 10.0),
         (anonymous, ServerError, 10.0),
     ],
-    ids=["dropped", "silent", "half an answer", "a proxy's error"],
+    ids=["dropped", "silent", "incomplete response", "error of a proxy"],
 )
-async def test_failures_without_an_answered_id_bear_the_one_that_was_sent(
+async def test_errors_without_a_response_have_the_sent_id(
     kind: str, script: Any, kind_of_error: type[APIError], read: float
 ) -> None:
     with scripted_server(script) as server:
@@ -103,24 +103,23 @@ async def test_failures_without_an_answered_id_bear_the_one_that_was_sent(
     assert error.request_id == server.requests[0].headers["x-request-id"] and str(error.request_id) in str(error)
 
 
-async def test_nobody_listens(kind: str) -> None:
+async def test_connection_refused(kind: str) -> None:
     error = await failure(kind, "http://127.0.0.1:1", request_id="mine")
     assert type(error) is APIConnectionError and error.request_id == "mine"
 
 
-async def test_streams_that_fail_bear_it(kind: str) -> None:
-    with scripted_server(events({"id": "c", "choices": []}, end=False)) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            with pytest.raises(APIConnectionError, match="broke") as caught:
-                await stream.until_done()
-    assert caught.value.request_id == stream.request_id == "req-1"  # this server answers with its own
+async def test_errors_of_streams_have_the_id(kind: str) -> None:
+    async with scripted_client(kind, events({"id": "c", "choices": []}, end=False)) as (server, client):
+        stream = await client.completions("x", stream=True)
+        with pytest.raises(APIConnectionError, match="broke") as caught:
+            await stream.until_done()
+    assert caught.value.request_id == stream.request_id == "req-1"  # the id of the response
     with scripted_server(answer(b"no stream", content_type="text/plain", x_request_id="")) as server:
         error = await failure(kind, server.url, stream=True)
     assert isinstance(error, ResponseError) and error.request_id == server.requests[0].headers["x-request-id"]
 
 
-async def test_waiting_for_a_connection_too_long_says_so() -> None:
+async def test_pool_timeout_is_explained() -> None:
     with scripted_server(silence) as server:
         timeout = httpx.Timeout(30, pool=0.1)
         async with AsyncClient(server.url, max_connections=1, timeout=timeout) as client:
@@ -133,7 +132,7 @@ async def test_waiting_for_a_connection_too_long_says_so() -> None:
     assert caught.value.request_id == "second" and len(server.requests) == 1
 
 
-async def test_idle_connections_are_kept_as_long_as_asked(kind: str) -> None:
+async def test_keepalive_options(kind: str) -> None:
     with scripted_server(answer({"status": "ready"})) as server:
         for options, connections in (({}, 1), ({"keepalive_expiry": 0.0}, 3), ({"max_keepalive_connections": 0}, 3)):
             before = server.connections
@@ -146,7 +145,7 @@ async def test_idle_connections_are_kept_as_long_as_asked(kind: str) -> None:
 # ---- the log of the server -------------------------------------------------------------------------------------------
 @pytest.fixture
 async def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Any]:
-    """A function that waits for a line of the server's log and gives it."""
+    """A function that waits for a line of the server's log and returns it."""
     caplog.set_level(logging.INFO, logger="windlass.server")
 
     async def find(text: str) -> str:
@@ -160,14 +159,14 @@ async def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Any]:
     yield find
 
 
-async def test_a_timeout_is_found_in_the_servers_log(kind: str, lines: Any) -> None:
+async def test_id_of_a_timeout_is_in_the_server_log(kind: str, lines: Any) -> None:
     with live_server(ScriptedEngine(first_delay=20.0)) as live:
         error = await failure(kind, live.url, read=1.0)
         assert isinstance(error, APITimeoutError)
         assert "the client left" in await lines(str(error.request_id))
 
 
-async def test_a_stream_that_is_closed_is_found_there(kind: str, lines: Any) -> None:
+async def test_id_of_a_closed_stream_is_in_the_server_log(kind: str, lines: Any) -> None:
     with live_server(ScriptedEngine(delay=0.05)) as live:
         async with any_client(kind, live.url) as client:
             stream = await client.completions("x", max_tokens=200, stream=True)
@@ -177,7 +176,7 @@ async def test_a_stream_that_is_closed_is_found_there(kind: str, lines: Any) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_failures_of_the_server_are_found_there(kind: str, lines: Any, stream: bool) -> None:
+async def test_ids_of_server_errors_are_in_the_server_log(kind: str, lines: Any, stream: bool) -> None:
     failures = [
         (RuntimeError("a defect"), 500, "failed"),
         (DeadlineError("too late"), 504, "answered 504: too late"),
@@ -189,7 +188,7 @@ async def test_failures_of_the_server_are_found_there(kind: str, lines: Any, str
             assert says in await lines(str(error.request_id))
 
 
-async def test_what_the_caller_did_wrong_is_not_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_errors_are_not_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with live_server() as live:
         error = await failure(kind, live.url, temperature=-1)

@@ -1,15 +1,15 @@
-"""Rotary scaling in the client: what it sends and what it makes of reports, in both of its kinds."""
+"""Rotary scaling in both clients: the fields of requests, and the parsed reports."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
 import pytest
+from api_helpers.any_client import any_client
 from helpers.scripted_http import answer, events, scripted_server
 
-from windlass.clients import AsyncClient, Client, ResponseError, Rotary, RotaryGroup, RotaryInspection, RotarySettings
+from windlass.clients import ResponseError, Rotary, RotaryGroup, RotaryInspection, RotarySettings
 
 ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -49,39 +49,23 @@ pytestmark = pytest.mark.anyio
 
 
 async def call(kind: str, url: str, method: str, *args: Any, **options: Any) -> Any:
-    """One call of a client of either kind."""
-    if kind == "async":
-        async with AsyncClient(url) as client:
-            return await getattr(client, method)(*args, **options)
-
-    def work() -> Any:
-        with Client(url) as client:
-            return getattr(client, method)(*args, **options)
-
-    return await asyncio.to_thread(work)
+    async with any_client(kind, url) as client:
+        return await getattr(client, method)(*args, **options)
 
 
 async def streamed(kind: str, url: str, **options: Any) -> tuple[Any, list[Any], Any]:
-    """What a stream says of its rotation before its end, its chunks, and what it says then."""
-    if kind == "async":
-        async with AsyncClient(url) as client, await client.completions("a", stream=True, **options) as stream:
-            before = stream.rotary
-            chunks = [chunk async for chunk in stream]
-            return before, chunks, stream.rotary
-
-    def work() -> tuple[Any, list[Any], Any]:
-        with Client(url) as client, client.completions("a", stream=True, **options) as stream:
-            before = stream.rotary
-            return before, list(stream), stream.rotary
-
-    return await asyncio.to_thread(work)
+    """The rotary report of a stream before its end, its chunks, and the report after its end."""
+    async with any_client(kind, url) as client, await client.completions("a", stream=True, **options) as stream:
+        before = stream.rotary
+        chunks = [chunk async for chunk in stream]
+        return before, chunks, stream.rotary
 
 
 def end(index: int, **fields: Any) -> dict[str, Any]:
     return {**ENVELOPE, "choices": [{"index": index, "text": "x", "finish_reason": "stop"}], **fields}
 
 
-async def test_both_fields_are_sent_as_given(kind: str) -> None:
+async def test_rotary_fields_are_sent_unchanged(kind: str) -> None:
     done = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
     with scripted_server(answer(done)) as server:
         await call(kind, server.url, "completions", "a", rope_scaling="long", rope_update="rotate")
@@ -92,7 +76,7 @@ async def test_both_fields_are_sent_as_given(kind: str) -> None:
     assert second == {"prompt": "a", "rope_scaling": YARN, "rope_update": exact}
 
 
-async def test_answers_have_typed_reports(kind: str) -> None:
+async def test_responses_have_typed_reports(kind: str) -> None:
     group = {"rope_type": "yarn", "parameters": {"factor": 4.0}, "effective_length": 9, "fingerprint": "g", "new": 1}
     other = {**REPORT, "effective_length": None, "groups": {"full_attention": group}}
     groups = {
@@ -111,7 +95,7 @@ async def test_answers_have_typed_reports(kind: str) -> None:
         assert result.rotary == result.choices[0].rotary == TYPED
 
 
-async def test_an_answer_of_a_server_that_does_not_report(kind: str) -> None:
+async def test_response_without_report(kind: str) -> None:
     with scripted_server(
         answer({**ENVELOPE, "choices": []}), answer({**ENVELOPE, "choices": [], "rotary": 5})
     ) as server:
@@ -120,7 +104,7 @@ async def test_an_answer_of_a_server_that_does_not_report(kind: str) -> None:
             await call(kind, server.url, "completions", "a")
 
 
-async def test_a_stream_tells_after_its_end(kind: str) -> None:
+async def test_stream_reports_at_its_end(kind: str) -> None:
     text = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": None}]}
     with scripted_server(events(text, end(0, rotary=REPORT), "[DONE]")) as server:
         before, chunks, after = await streamed(kind, server.url)
@@ -128,7 +112,7 @@ async def test_a_stream_tells_after_its_end(kind: str) -> None:
     assert [chunk.rotary for chunk in chunks] == [None, TYPED]
 
 
-async def test_a_stream_of_several_choices_tells_of_the_first(kind: str) -> None:
+async def test_stream_of_several_choices_reports_the_first(kind: str) -> None:
     other = {**REPORT, "fingerprint": "other"}
     usage = {**ENVELOPE, "choices": [], "usage": {}, "rotary": REPORT}
     for parts in (
@@ -141,12 +125,12 @@ async def test_a_stream_of_several_choices_tells_of_the_first(kind: str) -> None
         assert after == TYPED and len(chunks) == len(parts)
 
 
-async def test_a_stream_without_reports(kind: str) -> None:
+async def test_stream_without_report(kind: str) -> None:
     with scripted_server(events(end(0), "[DONE]")) as server:
         assert (await streamed(kind, server.url))[2] is None
 
 
-async def test_the_servers_settings(kind: str) -> None:
+async def test_rotary_settings(kind: str) -> None:
     with scripted_server(answer(SETTINGS)) as server:
         settings = await call(kind, server.url, "rotary")
     (request,) = server.requests
@@ -170,7 +154,7 @@ async def test_inspection(kind: str) -> None:
     assert (inspection.attention_factor, inspection.policy, inspection.effective_length) == (1.2, "frozen", None)
 
 
-async def test_inspection_of_a_model_whose_layers_rotate_in_two_ways(kind: str) -> None:
+async def test_inspection_of_two_rotary_groups(kind: str) -> None:
     groups = {"full_attention": INSPECTION, "sliding_attention": {**INSPECTION, "inv_freq": [1], "fingerprint": "f2"}}
     with scripted_server(
         answer({**INSPECTION, "groups": groups}), answer({**INSPECTION, "groups": {"x": 3}})

@@ -1,4 +1,4 @@
-"""What a stream knows besides its chunks: usage, rotation, finish reasons, text, and the whole answer at its end."""
+"""Properties of streams: usage, rotary report, finish reasons, text, and the whole response at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
@@ -22,11 +22,13 @@ from windlass.engine.rotary.rotary_policy import RotaryReport
 
 pytestmark = pytest.mark.anyio
 ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
+END = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+PART = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
 def report(request: Any) -> RotaryReport:
-    """One that tells the length of the prompt, so that prompts of different lengths differ in it."""
+    """A report that depends on the length of the prompt."""
     length = float(len(request.prompt_token_ids))
     return RotaryReport(
         rope_type="dynamic",
@@ -46,7 +48,7 @@ def live() -> Iterator[Live]:
 
 
 def timeless(result: Completion | ChatCompletion) -> Any:
-    """An answer without what differs from one request to the next."""
+    """The response without the fields that differ between requests."""
     return dataclasses.replace(result, id="", created=0, request_id=None)
 
 
@@ -66,9 +68,7 @@ def unstreamed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", COMPLETIONS, ids=str)
-async def test_the_final_completion_is_the_one_that_is_not_streamed(
-    live: Live, kind: str, options: dict[str, Any]
-) -> None:
+async def test_final_completion_equals_the_one_without_stream(live: Live, kind: str, options: dict[str, Any]) -> None:
     async with any_client(kind, live.url) as client:
         expected = await client.completions(**{"max_tokens": 6, **unstreamed(options)})
         async with await client.completions(**{"max_tokens": 6, **options}, stream=True) as stream:
@@ -86,7 +86,7 @@ CHATS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CHATS, ids=str)
-async def test_the_final_chat_is_the_one_that_is_not_streamed(live: Live, kind: str, options: dict[str, Any]) -> None:
+async def test_final_chat_equals_the_one_without_stream(live: Live, kind: str, options: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "hello"}]
     async with any_client(kind, live.url) as client:
         expected = await client.chat(messages, max_tokens=6, **options)
@@ -95,7 +95,7 @@ async def test_the_final_chat_is_the_one_that_is_not_streamed(live: Live, kind: 
     assert final.usage is not None and final.rotary is not None
 
 
-async def test_what_a_stream_tells_while_it_runs(live: Live, kind: str) -> None:
+async def test_properties_of_a_running_stream(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         stream = await client.completions([1, 2, 3, 4, 5], n=2, max_tokens=3, stream=True)
         async with stream:
@@ -108,11 +108,11 @@ async def test_what_a_stream_tells_while_it_runs(live: Live, kind: str) -> None:
             assert stream.finish_reasons == {0: "length", 1: "length"}
             assert stream.usage.completion_tokens == 6 and stream.usage.prompt_tokens == 5
             assert stream.rotary.rope_type == "dynamic" and stream.rotary.effective_length == 5.0
-            final = await stream.get_final()  # nothing is left to read
+            final = await stream.get_final()  # everything was read
             assert [choice.text for choice in final.choices] == texts
 
 
-async def test_until_done_goes_on_where_iteration_stopped(live: Live, kind: str) -> None:
+async def test_until_done_continues_an_iteration(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         whole = await client.completions("hello", max_tokens=6)
         stream = await client.completions("hello", max_tokens=6, stream=True)
@@ -123,85 +123,78 @@ async def test_until_done_goes_on_where_iteration_stopped(live: Live, kind: str)
         assert [chunk async for chunk in stream] == []
 
 
-async def test_usage_is_asked_for_unless_the_caller_says_otherwise(kind: str) -> None:
-    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
-    script = events(end, "[DONE]")
+async def test_usage_is_requested_by_default(kind: str) -> None:
+    script = events(END, "[DONE]")
     asked = [
         ({}, {"include_usage": True}),
         ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True, "continuous_usage_stats": True}),
         ({"stream_options": {"include_usage": False}}, {"include_usage": False}),
         ({"extra_body": {"stream_options": {"include_usage": False}}}, {"include_usage": False}),
     ]
-    with scripted_server(script) as server:
-        async with any_client(kind, server.url) as client:
-            for options, _ in asked:
-                stream = await (await client.completions("x", stream=True, **options)).until_done()
-                assert stream.usage is None  # this server tells none
+    async with scripted_client(kind, script) as (server, client):
+        for options, _ in asked:
+            stream = await (await client.completions("x", stream=True, **options)).until_done()
+            assert stream.usage is None  # this server sends none
     assert [request.json["stream_options"] for request in server.requests] == [sent for _, sent in asked]
 
 
-async def test_whole_answers_ask_for_no_stream_options(kind: str) -> None:
-    with scripted_server(answer({**ENVELOPE, "choices": []})) as server:
-        async with any_client(kind, server.url) as client:
-            await client.completions("x")
+async def test_no_stream_options_without_stream(kind: str) -> None:
+    async with scripted_client(kind, answer({**ENVELOPE, "choices": []})) as (server, client):
+        await client.completions("x")
     assert server.requests[0].json == {"prompt": "x"}
 
 
 @pytest.mark.parametrize("how", ["closed", "error event", "broken"])
-async def test_a_stream_that_did_not_end_well_has_no_final_answer(kind: str, how: str) -> None:
-    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+async def test_incomplete_stream_has_no_final_response(kind: str, how: str) -> None:
     error = {"error": {"message": "engine died", "code": "engine_unavailable"}}
     scripts = {
-        "closed": events(part, hang=True),
-        "error event": events(part, error, "[DONE]"),
-        "broken": events(part, end=False),
+        "closed": events(PART, hang=True),
+        "error event": events(PART, error, "[DONE]"),
+        "broken": events(PART, end=False),
     }
-    with scripted_server(scripts[how]) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            await anext(stream)
-            if how == "closed":
-                await stream.aclose()
-            else:
-                failure = StreamError if how == "error event" else APIConnectionError
-                with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
-                    await stream.get_final()
-            with pytest.raises(StreamError, match="incomplete") as caught:
+    async with scripted_client(kind, scripts[how]) as (_, client):
+        stream = await client.completions("x", stream=True)
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+        else:
+            failure = StreamError if how == "error event" else APIConnectionError
+            with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
                 await stream.get_final()
-            assert stream.text == "part" and caught.value.request_id == "req-1"
+        with pytest.raises(StreamError, match="incomplete") as caught:
+            await stream.get_final()
+        assert stream.text == "part" and caught.value.request_id == "req-1"
 
 
-async def test_streams_follow_one_another_on_one_connection(kind: str) -> None:
-    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
-    with scripted_server(events(end, "[DONE]")) as server:
-        async with any_client(kind, server.url) as client:
-            for _ in range(3):
-                assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
+async def test_streams_reuse_a_connection(kind: str) -> None:
+    async with scripted_client(kind, events(END, "[DONE]")) as (server, client):
+        for _ in range(3):
+            assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
     assert (len(server.requests), server.connections) == (3, 1)
 
 
 @pytest.mark.parametrize("how", ["silent", "endless"])
-async def test_what_follows_a_stream_is_not_waited_for(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_draining_a_stream_is_bounded(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_DRAIN_SECONDS", 0.05 if how == "silent" else 600.0)
-    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
 
     async def endless(exchange: Exchange) -> None:
         await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        await exchange.chunk(b"data: " + json.dumps(end).encode() + b"\n\ndata: [DONE]\n\n")
+        await exchange.chunk(b"data: " + json.dumps(END).encode() + b"\n\ndata: [DONE]\n\n")
         while True:
             await exchange.chunk(b": more" * 1000)
 
-    with scripted_server(events(end, "[DONE]", hang=True) if how == "silent" else endless) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
-            assert await asyncio.to_thread(server.disconnects.wait, 30)
+    async with scripted_client(kind, events(END, "[DONE]", hang=True) if how == "silent" else endless) as (
+        server,
+        client,
+    ):
+        stream = await client.completions("x", stream=True)
+        assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
+        assert await asyncio.to_thread(server.disconnects.wait, 30)
 
 
 @pytest.mark.parametrize("how", ["closed", "error caught"])
-async def test_a_stream_that_was_cut_does_not_end_as_if_it_were_whole(kind: str, how: str) -> None:
-    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
-    with scripted_server(events(part, hang=how != "error caught", end=False)) as server:
+async def test_iteration_of_an_interrupted_stream_raises(kind: str, how: str) -> None:
+    with scripted_server(events(PART, hang=how != "error caught", end=False)) as server:
         async with any_client(kind, server.url) as client, await client.completions("x", stream=True) as stream:
             assert (await anext(stream)).text == "part"
             if how == "closed":
@@ -215,14 +208,13 @@ async def test_a_stream_that_was_cut_does_not_end_as_if_it_were_whole(kind: str,
             with pytest.raises(StreamError, match="incomplete"):
                 async for _ in stream:
                     pass
-        assert [chunk async for chunk in stream] == []  # its block is over
+        assert [chunk async for chunk in stream] == []  # after its block
 
 
 @asynccontextmanager
 async def waited_for() -> AsyncIterator[tuple[Any, asyncio.Future[Any], ScriptedServer]]:
-    """A stream of which one chunk came, a task that waits for the next, and the server that never sends it."""
-    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
-    with scripted_server(events(part, hang=True)) as server:
+    """A stream after its first chunk, a task that waits for the next, and the server that never sends it."""
+    with scripted_server(events(PART, hang=True)) as server:
         async with AsyncClient(server.url) as client:
             stream = await client.completions("x", stream=True)
             assert (await anext(stream)).text == "part"
@@ -232,7 +224,7 @@ async def waited_for() -> AsyncIterator[tuple[Any, asyncio.Future[Any], Scripted
             yield stream, waiting, server
 
 
-async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing() -> None:
+async def test_stream_of_a_cancelled_task_is_incomplete() -> None:
     async with waited_for() as (stream, waiting, _):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -241,7 +233,7 @@ async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing()
             await anext(stream)
 
 
-async def test_closing_frees_a_task_that_waits_for_a_chunk() -> None:
+async def test_closing_wakes_a_task_that_waits_for_a_chunk() -> None:
     async with waited_for() as (stream, waiting, server):
         await stream.aclose()
         await stream.aclose()
@@ -251,8 +243,7 @@ async def test_closing_frees_a_task_that_waits_for_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("read", [0, 1])
-def test_closing_frees_a_thread_that_waits_for_a_chunk(read: int) -> None:
-    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+def test_closing_wakes_a_thread_that_waits_for_a_chunk(read: int) -> None:
     caught: list[BaseException] = []
 
     def wait() -> None:
@@ -261,7 +252,7 @@ def test_closing_frees_a_thread_that_waits_for_a_chunk(read: int) -> None:
         except BaseException as error:
             caught.append(error)
 
-    with scripted_server(events(*[part] * read, hang=True)) as server, Client(server.url) as client:
+    with scripted_server(events(*[PART] * read, hang=True)) as server, Client(server.url) as client:
         stream = client.completions("x", stream=True)
         assert [next(stream).text for _ in range(read)] == ["part"] * read
         waiting = threading.Thread(target=wait, daemon=True)
@@ -294,9 +285,8 @@ async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> No
         {**ENVELOPE, "choices": [], "usage": USAGE},
         "[DONE]",
     ]
-    with scripted_server(events(*payloads)) as server:
-        async with any_client(kind, server.url) as client:
-            final = await (await client.chat([], stream=True)).get_final()
+    async with scripted_client(kind, events(*payloads)) as (_, client):
+        final = await (await client.chat([], stream=True)).get_final()
     message = final.choices[0].message
     assert (message.role, message.content, message.reasoning_content) == ("assistant", None, "Let me see.")
     assert message.to_dict()["tool_calls"] == [

@@ -1,4 +1,4 @@
-"""What an assistant's turn holds in the SDK: thinking, calls and answers of a wanted type, whole and streamed."""
+"""Messages of the assistant in both clients: reasoning, tool calls and answer types, with and without stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.live_server import live_server
 from helpers.scripted_http import answer, events, scripted_server
 from jsonschema import Draft202012Validator
@@ -73,7 +73,7 @@ def streamed(*deltas: dict[str, Any], reason: str = "stop") -> list[Any]:
     return [*({**ENVELOPE, "choices": [chunk]} for chunk in chunks), "[DONE]"]
 
 
-async def test_a_turn_that_calls(kind: str) -> None:
+async def test_message_with_tool_calls(kind: str) -> None:
     message = {"content": None, "reasoning_content": "hm", "reasoning": "hm", "tool_calls": [CALL]}
     with scripted_server(answer(whole(message, "tool_calls")), answer(whole({"content": "done"}))) as server:
         async with any_client(kind, server.url) as client:
@@ -89,7 +89,7 @@ async def test_a_turn_that_calls(kind: str) -> None:
     assert sent[2] == {"role": "tool", "tool_call_id": "call_1", "content": "seen"}
 
 
-async def test_a_stream_tells_what_has_come(kind: str) -> None:
+async def test_stream_properties_with_reasoning_and_tool_calls(kind: str) -> None:
     head, *pieces = (
         {
             "tool_calls": [
@@ -103,12 +103,11 @@ async def test_a_stream_tells_what_has_come(kind: str) -> None:
         {"content": "Let"}, head, *pieces, reason="tool_calls",
     )  # fmt: skip
     seen = []
-    with scripted_server(events(*script)) as server:
-        async with any_client(kind, server.url) as client, await client.chat([], stream=True) as stream:
-            async for chunk in stream:
-                arguments = [call.function.arguments for call in stream.tool_calls]
-                seen.append((chunk.reasoning, stream.reasoning, stream.text, arguments, len(chunk.tool_calls)))
-            final = await stream.get_final()
+    async with scripted_client(kind, events(*script)) as (_, client), await client.chat([], stream=True) as stream:
+        async for chunk in stream:
+            arguments = [call.function.arguments for call in stream.tool_calls]
+            seen.append((chunk.reasoning, stream.reasoning, stream.text, arguments, len(chunk.tool_calls)))
+        final = await stream.get_final()
     assert seen == [
         ("", "", "", [], 0),
         ("h", "h", "", [], 0),
@@ -123,13 +122,15 @@ async def test_a_stream_tells_what_has_come(kind: str) -> None:
     assert final.choices[0].message == ChatMessage(content="Let", reasoning_content="hm", tool_calls=(call,))
 
 
-async def test_the_older_form_of_calls(kind: str) -> None:
+async def test_function_calls_in_the_older_form(kind: str) -> None:
     call = {"name": "look", "arguments": "{}"}
     script = streamed({"function_call": {"name": "look", "arguments": ""}}, {"function_call": {"arguments": "{}"}})
-    with scripted_server(answer(whole({"content": None, "function_call": call})), events(*script)) as server:
-        async with any_client(kind, server.url) as client:
-            first = await client.chat([])
-            final = await (await client.chat([], stream=True)).get_final()
+    async with scripted_client(kind, answer(whole({"content": None, "function_call": call})), events(*script)) as (
+        _,
+        client,
+    ):
+        first = await client.chat([])
+        final = await (await client.chat([], stream=True)).get_final()
     for result in (first, final):
         assert result.choices[0].message.to_dict() == {"role": "assistant", "content": None, "function_call": call}
 
@@ -143,15 +144,14 @@ WANTED: list[tuple[Any, str, Any]] = [
 
 
 @pytest.mark.parametrize("wanted, text, value", WANTED, ids=["dataclass", "pydantic", "schema"])
-async def test_an_answer_of_a_wanted_type(kind: str, wanted: Any, text: str, value: Any) -> None:
+async def test_answer_type(kind: str, wanted: Any, text: str, value: Any) -> None:
     script = streamed({"role": "assistant", "content": ""}, {"content": text[:9]}, {"content": text[9:]})
-    with scripted_server(answer(whole({"content": text})), events(*script)) as server:
-        async with any_client(kind, server.url) as client:
-            assert (await client.chat([], answer_type=wanted)).parsed == value
-            async with await client.chat([], answer_type=wanted, stream=True) as stream:
-                early = [(stream.parsed, chunk.text) async for chunk in stream][:-1]
-                assert stream.parsed == value and {parsed for parsed, _ in early} == {None}
-                final = await stream.get_final()
+    async with scripted_client(kind, answer(whole({"content": text})), events(*script)) as (server, client):
+        assert (await client.chat([], answer_type=wanted)).parsed == value
+        async with await client.chat([], answer_type=wanted, stream=True) as stream:
+            early = [(stream.parsed, chunk.text) async for chunk in stream][:-1]
+            assert stream.parsed == value and {parsed for parsed, _ in early} == {None}
+            final = await stream.get_final()
     assert isinstance(final, ChatCompletion) and final.parsed == value
     for request in server.requests:
         asked = request.json["response_format"]
@@ -164,8 +164,8 @@ class Tagged(pydantic.BaseModel):
     tags: Annotated[set[str], pydantic.Field(min_length=2)]
 
 
-async def test_a_set_is_asked_for_and_checked_by_its_model(kind: str) -> None:
-    """No grammar holds `uniqueItems`: the server leaves that open, and refuses it where nobody would look at the answer."""
+async def test_set_is_requested_and_validated_by_its_model(kind: str) -> None:
+    """No grammar enforces `uniqueItems`: the server ignores it for a pydantic model, which validates, or refuses it."""
     texts = ['{"tags": ["b", "a", "b"]}', '{"tags": ["b", "b"]}']
     with live_server() as live:
         first, second = (live.tokenizer.encode(text, add_special_tokens=False) for text in texts)
@@ -191,35 +191,31 @@ NULLS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("text, value", NULLS)
-async def test_a_null_that_was_allowed_is_none(kind: str, text: str, value: Any) -> None:
-    """What the schema takes must come back as it was said: a null is no absent key, nor the default."""
-    with scripted_server(answer(whole({"content": text}))) as server:
-        async with any_client(kind, server.url) as client:
-            assert (await client.chat([], answer_type=Group)).parsed == value
+async def test_allowed_null_is_none(kind: str, text: str, value: Any) -> None:
+    """A null that the schema allows is neither an absent key nor the default."""
+    async with scripted_client(kind, answer(whole({"content": text}))) as (server, client):
+        assert (await client.chat([], answer_type=Group)).parsed == value
     Draft202012Validator(server.requests[0].json["response_format"]["json_schema"]["schema"]).validate(json.loads(text))
 
 
 @pytest.mark.parametrize("text", ['{"name": "a", "mood": null}', '{"name": null, "age": 1, "mood": null}'])
-async def test_what_is_required_stays_required(kind: str, text: str) -> None:
-    with scripted_server(answer(whole({"content": text}))) as server:
-        async with any_client(kind, server.url) as client:
-            answered = await client.chat([], answer_type=Person)
+async def test_required_fields_of_an_answer_type(kind: str, text: str) -> None:
+    async with scripted_client(kind, answer(whole({"content": text}))) as (_, client):
+        answered = await client.chat([], answer_type=Person)
     with pytest.raises(ValueError, match=r"Person\.(age|name) is missing"):
         _ = answered.parsed
 
 
-async def test_an_answer_that_does_not_hold(kind: str) -> None:
-    """Cut short, say: nothing is guessed."""
-    with scripted_server(answer(whole({"content": '{"days": 2'}, "length"))) as server:
-        async with any_client(kind, server.url) as client:
-            for wanted in (Trip, Model, {"type": "object"}):
-                cut = await client.chat([], answer_type=wanted)
-                with pytest.raises(ValueError):
-                    _ = cut.parsed
-    with scripted_server(answer(whole({"content": '{"days": "two", "places": []}'}))) as server:
-        async with any_client(kind, server.url) as client:
-            with pytest.raises(ValueError, match="days"):
-                _ = (await client.chat([], answer_type=Trip)).parsed
+async def test_answer_that_does_not_match_its_type(kind: str) -> None:
+    """For example an answer that was cut short."""
+    async with scripted_client(kind, answer(whole({"content": '{"days": 2'}, "length"))) as (_, client):
+        for wanted in (Trip, Model, {"type": "object"}):
+            cut = await client.chat([], answer_type=wanted)
+            with pytest.raises(ValueError):
+                _ = cut.parsed
+    async with scripted_client(kind, answer(whole({"content": '{"days": "two", "places": []}'}))) as (_, client):
+        with pytest.raises(ValueError, match="days"):
+            _ = (await client.chat([], answer_type=Trip)).parsed
 
 
 DEEP = "[" * 100_000
@@ -234,13 +230,13 @@ DEEP = "[" * 100_000
     ],
     ids=["float", "deep dataclass", "deep schema"],
 )
-def test_an_answer_beyond_what_python_holds_is_no_answer(wanted: Any, text: str) -> None:
-    message = ChatMessage(content=text, _parse_content=_parse.reader(wanted))
+def test_answer_beyond_limits_of_python(wanted: Any, text: str) -> None:
+    message = ChatMessage(content=text, _parse_content=_parse.answer_reader(wanted))
     with pytest.raises(ValueError):
         _ = message.parsed
 
 
-def test_arguments_nested_too_deeply_are_no_values() -> None:
+def test_arguments_nested_too_deeply() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         _ = FunctionCall(arguments=DEEP).values
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -252,7 +248,7 @@ def test_arguments_nested_too_deeply_are_no_values() -> None:
     assert pieces.result(None).content[0].input == {}
 
 
-async def test_what_cannot_be_asked_for(kind: str) -> None:
+async def test_unsupported_answer_types(kind: str) -> None:
     @dataclass
     class Odd:
         when: complex
@@ -266,8 +262,7 @@ async def test_what_cannot_be_asked_for(kind: str) -> None:
             await client.chat([], answer_type=Trip, response_format={"type": "text"})
 
 
-def test_an_answer_is_plain_data() -> None:
-    """The reader inside a message is no part of what it says."""
+def test_parser_of_a_message_is_not_part_of_its_value() -> None:
     assert ChatMessage(content="1", _parse_content=int) == ChatMessage(content="1")
     assert "_parse_content" not in repr(ChatMessage(content="1", _parse_content=int))
     assert dataclasses.replace(ChatMessage(content="1", _parse_content=int), content="2").parsed == 2

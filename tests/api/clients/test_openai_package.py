@@ -1,14 +1,13 @@
-"""The `openai` package, unmodified, against Windlass: its own fields, Windlass's fields, errors and aborts, in both kinds."""
+"""Both clients of the unmodified `openai` package: their fields, fields of Windlass, errors and aborts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from helpers.live_server import MODEL, Live, live_server
+from helpers.live_server import MODEL, Live, server_fixture
 from helpers.real_server import RealServer
 from helpers.scripted_http import answer, drop, scripted_server
 
@@ -19,6 +18,7 @@ pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "What does horse mean?"}]
 PROMPTS: dict[str, dict[str, Any]] = {"completions": {"prompt": "In the beginning"}, "chat": {"messages": MESSAGES}}
 KEY = "secret"
+shared = server_fixture(api_keys=(KEY,), max_body_bytes=20_000, max_header_bytes=4_000)
 
 
 @pytest.fixture(params=["completions", "chat"])
@@ -26,20 +26,8 @@ def endpoint(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server(api_keys=(KEY,), max_body_bytes=20_000, max_header_bytes=4_000) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def fresh(request: pytest.FixtureRequest) -> None:
-    if "live" in request.fixturenames:
-        request.getfixturevalue("live").engine.reset()
-
-
 def opened(kind: str, url: str, **options: Any) -> Any:
-    """A client of the package, of either kind."""
+    """A client of the package."""
     settings = {"base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0, "timeout": 30, **options}
     return openai.OpenAI(**settings) if kind == "sync" else openai.AsyncOpenAI(**settings)
 
@@ -49,7 +37,7 @@ def resource(client: Any, endpoint: str) -> Any:
 
 
 async def create(kind: str, url: str, endpoint: str, received: list[Any] | None = None, **fields: Any) -> Any:
-    """A whole answer, or the list of a stream's chunks; `received` gets them one by one."""
+    """A response, or the list of a stream's chunks, which are appended to `received` one by one."""
     options = {name: fields.pop(name) for name in ("api_key", "timeout", "max_retries") if name in fields}
     fields = {"model": MODEL, **PROMPTS[endpoint], **fields}
     received = [] if received is None else received
@@ -75,7 +63,7 @@ async def create(kind: str, url: str, endpoint: str, received: list[Any] | None 
 
 
 def text_of(result: Any) -> str:
-    """Text of the first choice of an answer or of a list of chunks."""
+    """Text of the first choice of a response or of a list of chunks."""
     if not isinstance(result, list):
         choice = result.choices[0]
         return choice.text if hasattr(choice, "text") else choice.message.content
@@ -83,12 +71,12 @@ def text_of(result: Any) -> str:
     return "".join(choice.text if hasattr(choice, "text") else choice.delta.content or "" for choice in choices)
 
 
-# ---- answers, with the bundled model ---------------------------------------------------------------------------------
+# ---- responses of the bundled model ----------------------------------------------------------------------------------
 SCALINGS = [None, RopeScaling.yarn(factor=4), {"rope_type": "linear", "factor": 2}, "long"]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-async def test_scalings_and_reports_in_whole_answers_and_streams(
+async def test_scalings_and_reports_in_responses_and_streams(
     demo_server: RealServer, kind: str, endpoint: str, scaling: Any
 ) -> None:
     fields: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 0}
@@ -114,7 +102,7 @@ async def test_scalings_and_reports_in_whole_answers_and_streams(
     assert text_of(whole) == same.text
 
 
-async def test_scalings_really_differ(demo_server: RealServer, kind: str) -> None:
+async def test_scalings_differ(demo_server: RealServer, kind: str) -> None:
     fields = {"model": "demo", "max_tokens": 12, "temperature": 0}
     texts = [
         text_of(await create(kind, demo_server.url, "completions", **fields, extra_body={"rope_scaling": scaling}))
@@ -123,7 +111,7 @@ async def test_scalings_really_differ(demo_server: RealServer, kind: str) -> Non
     assert texts[0] != texts[1]
 
 
-async def test_more_of_windlass_s_fields(live: Live, kind: str) -> None:
+async def test_other_fields_of_windlass(live: Live, kind: str) -> None:
     extra = {"top_k": 5, "return_token_ids": True, "priority": -1, "request_id": "mine", "rope_update": "recompute"}
     result = await create(kind, live.url, "completions", max_tokens=3, extra_body=extra)
     assert result.choices[0].token_ids == [65, 66, 67] and result._request_id == "mine" and result.id == "cmpl-mine"
@@ -149,8 +137,8 @@ async def test_models_and_endpoints_without_a_method(demo_server: RealServer, ki
     await result(client.close())
 
 
-def test_the_helper_that_collects_a_chat(live: Live) -> None:
-    live.engine.eos_after = 3  # the package refuses to give a final answer that was cut by its length
+def test_chat_stream_helper(live: Live) -> None:
+    live.engine.eos_after = 3  # the package raises for an answer that ends by its length
     with (
         opened("sync", live.url) as client,
         client.chat.completions.stream(model=MODEL, messages=MESSAGES, extra_body={"top_k": 5}) as stream,
@@ -176,7 +164,7 @@ REFUSALS: list[tuple[Exception, type[openai.APIStatusError], int, str | None]] =
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refusal", REFUSALS, ids=[str(status) for _, _, status, _ in REFUSALS])
-async def test_refusals_by_status(live: Live, kind: str, endpoint: str, refusal: Any, stream: bool) -> None:
+async def test_error_classes_by_status(live: Live, kind: str, endpoint: str, refusal: Any, stream: bool) -> None:
     error, expected, status, code = refusal
     live.engine.refuse = raising(error)
     with pytest.raises(openai.APIStatusError) as caught:
@@ -207,7 +195,9 @@ MISTAKES: list[tuple[dict[str, Any], type[openai.APIStatusError], str | None, st
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[str(pair[0])[:40] for pair in MISTAKES])
-async def test_mistakes_are_named(live: Live, kind: str, endpoint: str, mistake: Any, stream: bool) -> None:
+async def test_client_errors_have_param_and_code(
+    live: Live, kind: str, endpoint: str, mistake: Any, stream: bool
+) -> None:
     fields, expected, param, code = mistake
     with pytest.raises(openai.APIStatusError) as caught:
         await create(kind, live.url, endpoint, stream=stream, **fields)
@@ -215,7 +205,7 @@ async def test_mistakes_are_named(live: Live, kind: str, endpoint: str, mistake:
     assert caught.value.request_id and caught.value.body["message"] in str(caught.value)
 
 
-async def test_endpoints_that_windlass_does_not_have(live: Live) -> None:
+async def test_unknown_endpoints(live: Live) -> None:
     with opened("sync", live.url) as client:
         for call in (
             lambda: client.responses.cancel("resp_x"),
@@ -225,7 +215,7 @@ async def test_endpoints_that_windlass_does_not_have(live: Live) -> None:
                 call()
 
 
-async def test_an_error_in_a_stream_that_had_begun(live: Live, kind: str, endpoint: str) -> None:
+async def test_error_in_a_running_stream(live: Live, kind: str, endpoint: str) -> None:
     live.engine.fail_after = (2, EngineDeadError("the engine died"))
     chunks: list[Any] = []
     with pytest.raises(openai.APIError, match="the engine died") as caught:
@@ -238,7 +228,7 @@ async def test_timeouts_and_connections(live: Live, kind: str) -> None:
     live.engine.first_delay = 20.0
     with pytest.raises(openai.APITimeoutError):
         await create(kind, live.url, "completions", timeout=1.0)
-    await asyncio.to_thread(live.wait, lambda: live.engine.running == 0)  # the server noticed, and stopped
+    await asyncio.to_thread(live.wait, lambda: live.engine.running == 0)  # the server has aborted the request
     assert len(live.engine.aborted) == 1
     with pytest.raises(openai.APIConnectionError):
         await create(kind, "http://127.0.0.1:1", "completions")
@@ -246,8 +236,7 @@ async def test_timeouts_and_connections(live: Live, kind: str) -> None:
         await create(kind, server.url, "completions")
 
 
-async def test_the_package_s_own_retries_find_the_server_again(kind: str) -> None:
-    """Retry-After and the retries of the package fit each other."""
+async def test_retries_of_the_package(kind: str) -> None:
     busy = answer({"error": {"message": "loading"}}, "503 Unavailable", retry_after="0")
     done = answer({"id": "c", "object": "text_completion", "created": 1, "model": MODEL, "choices": []})
     with scripted_server(busy, done) as server:
@@ -255,7 +244,7 @@ async def test_the_package_s_own_retries_find_the_server_again(kind: str) -> Non
     assert len(server.requests) == 2
 
 
-async def test_leaving_a_stream_aborts_it(live: Live, kind: str) -> None:
+async def test_leaving_a_stream_aborts_the_generation(live: Live, kind: str) -> None:
     live.engine.delay = 0.02
     client = opened(kind, live.url)
     if kind == "sync":

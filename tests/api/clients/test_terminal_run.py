@@ -1,4 +1,4 @@
-"""What a command does whose output cannot be written: one line, or nothing where whoever reads has enough."""
+"""Commands whose output cannot be written: one line of error, or none if the reader has closed the output."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def unreadable() -> None:
 def printing_into(fd: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with open(fd, "w", encoding="utf-8") as stream, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
-        yield  # and its end, as that of the interpreter, has nothing left to complain of
+        yield  # closing the stream afterwards, as the interpreter does, must not raise
 
 
-@pytest.mark.parametrize("count", [1, 100_000])  # within what is buffered, and more
-def test_an_output_that_is_full_is_one_line(
+@pytest.mark.parametrize("count", [1, 100_000])  # less and more than the buffer
+def test_full_disk_is_reported_in_one_line(
     count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with printing_into(os.open("/dev/full", os.O_WRONLY), monkeypatch):
@@ -54,9 +54,7 @@ def test_an_output_that_is_full_is_one_line(
     assert capfd.readouterr().err == "error: cannot write: No space left on device\n"
 
 
-def test_whoever_reads_no_more_hears_no_complaint(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_closed_pipe_is_not_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with printing_into(writing, monkeypatch):
@@ -65,14 +63,14 @@ def test_whoever_reads_no_more_hears_no_complaint(
 
 
 def gone_terminal() -> int:
-    """One whose window was closed: whoever writes to it gets EIO."""
+    """A terminal whose window was closed: writing to it raises EIO."""
     window, terminal = os.openpty()
     os.close(window)
     return terminal
 
 
 @pytest.mark.parametrize("count", [1, 100_000])
-def test_a_terminal_that_is_gone_hears_no_complaint(
+def test_closed_terminal_is_not_reported(
     count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with printing_into(gone_terminal(), monkeypatch):
@@ -80,7 +78,7 @@ def test_a_terminal_that_is_gone_hears_no_complaint(
     assert capfd.readouterr().err == ""
 
 
-def test_a_disk_that_cannot_be_read_is_no_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_is_not_a_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     window, terminal = os.openpty()
     for fd in (terminal, os.open(os.devnull, os.O_WRONLY)):
         with printing_into(fd, monkeypatch), pytest.raises(OSError, match="a bad block"):
@@ -88,7 +86,7 @@ def test_a_disk_that_cannot_be_read_is_no_terminal_that_is_gone(monkeypatch: pyt
     os.close(window)
 
 
-def test_signs_that_an_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_outside_the_encoding_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = io.BytesIO()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", io.TextIOWrapper(taken, encoding="cp1252"))
@@ -96,7 +94,7 @@ def test_signs_that_an_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPat
         assert taken.getvalue().split() == [b"a", b"?", b"b"]
 
 
-def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
+def test_other_os_errors_are_raised() -> None:
     with pytest.raises(OSError, match="something else"):
         run_app(app, "toy", ["other"])
 
@@ -123,13 +121,13 @@ sys.exit(run_app(app, "toy", []))
 
 
 @pytest.mark.parametrize(("closed", "output"), [("2>&-", b"hello\n"), (">&-", b""), ("<&- 2>&-", b"hello\n")])
-def test_a_command_that_was_started_with_a_stream_closed(closed: str, output: bytes) -> None:
+def test_command_started_with_a_closed_stream(closed: str, output: bytes) -> None:
     shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, STREAMS]
     done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60)
     assert (done.returncode, done.stdout) == (7, output)
 
 
-def test_a_host_without_standard_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_host_without_standard_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     print_status("a line")
     assert not stderr_is_terminal()

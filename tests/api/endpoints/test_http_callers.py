@@ -39,7 +39,7 @@ def complete(live: Live, name: str, **fields: object) -> httpx.Response:
     return live.post("/v1/completions", {"prompt": "hello", "max_tokens": 3, **fields}, headers=of(name))
 
 
-def test_a_key_is_asked_for_and_knows_who_it_is(live: Live) -> None:
+def test_key_is_required_and_identifies_the_caller(live: Live) -> None:
     assert live.http.get("/v1/models").status_code == 401
     assert live.http.get("/v1/models", headers=of("nobody")).status_code == 401
     assert complete(live, "free").status_code == complete(live, "late").status_code == 200
@@ -49,7 +49,7 @@ def test_a_key_is_asked_for_and_knows_who_it_is(live: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_requests_a_minute(live: Live, path: str) -> None:
+def test_requests_per_minute(live: Live, path: str) -> None:
     body = {"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {"input": "a"}
     assert live.post(path, body, headers=of("slow")).status_code == 200
     refused = live.post(path, body, headers=of("slow"))
@@ -60,7 +60,7 @@ def test_requests_a_minute(live: Live, path: str) -> None:
     assert live.post(path, body, headers=of("free")).status_code == 200
 
 
-def test_tokens_a_minute_count_prompts_and_answers(live: Live) -> None:
+def test_tokens_per_minute_count_prompts_and_answers(live: Live) -> None:
     assert complete(live, "short", prompt=[65] * 6, max_tokens=3).status_code == 200
     refused = complete(live, "short", prompt=[65] * 6, max_tokens=1)
     assert refused.status_code == 429  # 6 and 3 are gone
@@ -102,21 +102,21 @@ def test_a_request_without_an_answer_counts_once(live: Live, path: str) -> None:
     assert not live.state.callers.usage["single"].refused
 
 
-def test_a_client_that_leaves_gives_its_place_back(live: Live) -> None:
+def test_disconnect_releases_concurrency(live: Live) -> None:
     live.engine.delay, live.engine.reply = 0.02, [65] * 500
     body = {"prompt": "hello", "max_tokens": 500, "stream": True}
     with httpx.stream("POST", f"{live.url}/v1/completions", json=body, headers=of("single")) as response:
-        lines = response.iter_lines()  # held on to: httpx closes the stream with it
+        lines = response.iter_lines()  # referenced, as httpx would close the stream with it
         next(lines)
         assert complete(live, "single").status_code == 429
     live.wait(lambda: live.engine.running == 0)
-    assert len(live.engine.aborted) == 1  # it did not come to its own end
+    assert len(live.engine.aborted) == 1  # it was ended before its own end
     live.wait(lambda: not live.state.callers._in_flight)
     assert complete(live, "single").status_code == 200
     assert live.state.callers.usage["single"].generated_tokens >= 4
 
 
-def test_a_priority_better_than_the_keys_is_refused(live: Live) -> None:
+def test_priority_above_that_of_the_key_is_refused(live: Live) -> None:
     refused = complete(live, "late", priority=2)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
     assert complete(live, "late", priority=4).status_code == 200
@@ -133,7 +133,7 @@ def test_a_priority_better_than_the_keys_is_refused(live: Live) -> None:
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}),
     ],
 )
-def test_what_concerns_everybody_takes_an_administrator(live: Live, method: str, path: str, body: object) -> None:
+def test_server_wide_endpoints_require_an_administrator(live: Live, method: str, path: str, body: object) -> None:
     refused = live.http.request(method, path, json=body, headers=of("free"))
     assert refused.status_code == 403 and refused.json()["error"]["code"] == "not_an_administrator"
     allowed = live.http.request(method, path, json=body, headers=of("root"))

@@ -18,7 +18,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_a_whole_answer(live: Live) -> None:
+def test_complete_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = live.complete("hello", max_tokens=4)
     assert answer["object"] == "text_completion" and answer["model"] == "toy" and answer["id"].startswith("cmpl-")
@@ -35,7 +35,11 @@ def test_a_whole_answer(live: Live) -> None:
     assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("hello")
 
 
-def test_sixteen_tokens_unless_said_otherwise(live: Live) -> None:
+def test_empty_prompt_continues_the_beginning_of_sequence_token(live: Live) -> None:
+    live.complete("", max_tokens=1)
+
+
+def test_default_of_sixteen_tokens(live: Live) -> None:
     assert live.complete()["usage"]["completion_tokens"] == 16
     assert live.complete(max_completion_tokens=3)["usage"]["completion_tokens"] == 3
     live.refuse("/v1/completions", {"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4})
@@ -63,8 +67,8 @@ def test_the_four_shapes_of_a_prompt(live: Live, prompt: Any, expected: list[lis
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-def test_choices_of_many_prompts_and_samples_keep_their_places(live: Live) -> None:
-    # A prompt's own length decides how much the context leaves it, so every answer is told from the others.
+def test_order_of_choices_of_many_prompts_and_samples(live: Live) -> None:
+    # The length of a prompt determines the space left for its answer, so all answers differ.
     prompts = [[9] * (250 + i) for i in range(5)]
     answer = live.complete(prompts, max_tokens=100, n=2)
     expected = ["bcdbcd"[: 6 - i] for i in range(5) for _ in range(2)]
@@ -94,14 +98,13 @@ def test_one_failing_prompt_fails_the_request_and_aborts_the_others(live: Live) 
 
     live.engine.refuse = refuse
     live.engine.delay = 0.05
-    error = live.refuse("/v1/completions", {"prompt": [[5], [6], [3]], "max_tokens": 100})
-    assert (error["param"], error["code"]) == ("prompt", "refused")
+    assert live.refusal("/v1/completions", {"prompt": [[5], [6], [3]], "max_tokens": 100}) == ("prompt", "refused")
     live.wait(lambda: live.engine.running == 0)
     assert len(live.engine.aborted) == 2
 
 
-def test_echo_scores_a_prompt_as_an_evaluation_harness_asks_for_it(live: Live) -> None:
-    """The fields and the reading are lm-eval's: `local-completions` with token ids, echo, logprobs and one token."""
+def test_echo_scores_a_prompt_for_an_evaluation_harness(live: Live) -> None:
+    """Fields and evaluation of lm-eval's `local-completions`: token ids, echo, logprobs and one token."""
     context, continuation = [420, 71, 72], [78, 80, 81]
     answer = live.complete(
         [context + continuation, context],
@@ -164,7 +167,7 @@ def test_text_offsets_count_characters_not_bytes(live: Live) -> None:
     assert any(token.startswith("bytes:") for token in choice["logprobs"]["tokens"])
 
 
-def test_streamed_logprobs_equal_whole_ones(live: Live) -> None:
+def test_streamed_logprobs_equal_complete_ones(live: Live) -> None:
     body = {"prompt": "hello world", "max_tokens": 7, "logprobs": 3, "echo": True, "n": 2, "stop": ["db"]}
     whole = live.complete(**body)["choices"]
     joined = [{"text": "", "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in whole]
@@ -177,15 +180,6 @@ def test_streamed_logprobs_equal_whole_ones(live: Live) -> None:
     for choice, part in zip(whole, joined, strict=True):
         assert part.pop("text") == choice["text"] == "hello worldbc"
         assert part == choice["logprobs"]
-
-
-def test_minus_infinity_is_sent_as_a_number(live: Live) -> None:
-    from windlass.engine.interface.outputs import TokenLogprobs
-    from windlass.server.serving.response_format import CompletionLogprobLists
-
-    layout = CompletionLogprobLists(live.tokenizer, 2, skip_special_tokens=True)
-    entry = TokenLogprobs(65, -math.inf, 300, ((66, 0.0), (67, math.nan)))
-    assert layout.layout([65], [entry])["top_logprobs"] == [{"c": 0.0, "d": -9999.0, "b": -9999.0}]
 
 
 def test_prompt_logprobs_and_token_ids(live: Live) -> None:
@@ -210,7 +204,7 @@ def test_prompt_logprobs_and_token_ids(live: Live) -> None:
     assert [t for e in events[1:-1] for t in e["choices"][0]["token_ids"]] == [65, 66]
 
 
-def test_best_of_shows_the_likeliest(live: Live) -> None:
+def test_best_of_returns_the_most_likely(live: Live) -> None:
     answer = live.complete(max_tokens=3, n=2, best_of=5)
     assert len(answer["choices"]) == 2 and answer["choices"][0]["logprobs"] is None
     assert live.engine.requests[0].sampling.n == 5 and live.engine.requests[0].sampling.logprobs == 0
@@ -218,22 +212,6 @@ def test_best_of_shows_the_likeliest(live: Live) -> None:
     live.refuse("/v1/completions", {"prompt": "a", "n": 2, "best_of": 1})
     error = live.refuse("/v1/completions", {"prompt": "a", "best_of": 2, "stream": True})
     assert error["param"] == "best_of"
-
-
-def test_best_of_ranks_by_logprob_per_token() -> None:
-    from helpers.scripted_engine import logprobs_of
-
-    from windlass.server.api.completions import CompletionWriter
-    from windlass.server.serving.deltas import Delta, TokenUsage
-    from windlass.server.serving.response_writer import ResponseOptions
-    from windlass.server.text.service import Prompt
-
-    options = ResponseOptions(n=1, samples=3)
-    writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
-    for choice, token in enumerate((1, 2, 3)):  # 2 is the likelier of its pair
-        writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
-    (best,) = writer.answer()["choices"]
-    assert (best["text"], best["index"]) == ("t2", 0)
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
@@ -267,7 +245,7 @@ def test_stop_token_ids_and_min_tokens(live: Live) -> None:
     assert texts(live.complete(max_tokens=9, stop=["cd"], min_tokens=4)) == ["bcdbc"[:4]]
 
 
-def test_special_tokens_show_when_asked_for(live: Live) -> None:
+def test_special_tokens_on_request(live: Live) -> None:
     live.engine.reply = [65, 420, 66]
     assert texts(live.complete(max_tokens=3)) == ["bc"]
     assert texts(live.complete(max_tokens=3, skip_special_tokens=False)) == ["b<|bos|>c"]
@@ -283,7 +261,7 @@ def test_truncation_keeps_the_end(live: Live) -> None:
     assert live.engine.requests[-1].prompt_token_ids == [295, 296, 297, 298, 299]
 
 
-def test_truncation_keeps_the_beginning_where_asked(live: Live) -> None:
+def test_truncation_side_right_keeps_the_beginning(live: Live) -> None:
     whole = live.tokenizer.encode("hello world")
     cut = {"truncate_prompt_tokens": 2, "max_tokens": 1}
     for side, kept in (("right", whole[:2]), ("left", whole[-2:]), (None, whole[-2:])):
@@ -300,7 +278,7 @@ def test_truncation_keeps_the_beginning_where_asked(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_called_by_their_ids_where_asked(live: Live, stream: bool) -> None:
+def test_tokens_as_ids(live: Live, stream: bool) -> None:
     live.engine.reply = [65, 66, 67]
     asked = {"max_tokens": 3, "return_tokens_as_token_ids": True, "stream": stream}
 
@@ -327,7 +305,7 @@ def test_tokens_are_called_by_their_ids_where_asked(live: Live, stream: bool) ->
     assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
 
 
-def test_characters_split_over_tokens_arrive_whole(live: Live) -> None:
+def test_characters_split_over_tokens_arrive_complete(live: Live) -> None:
     live.engine.reply = live.tokenizer.encode("a日b😀", add_special_tokens=False)
     events = live.stream("/v1/completions", {"prompt": "x", "max_tokens": len(live.engine.reply)})
     parts = [event["choices"][0]["text"] for event in events[:-1]]

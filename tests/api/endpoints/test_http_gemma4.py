@@ -1,19 +1,15 @@
-"""What Gemma 4 writes, over HTTP against a scripted engine: thinking and calls in every API, whole and streamed."""
+"""Output of Gemma 4 over HTTP with a scripted engine: thinking and calls in every API, complete and streamed."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.chat_chunks import assembled
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, server_fixture
 from helpers.parsed_answers import numbered, put_together
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.text.chat_template import ChatTemplate
@@ -23,7 +19,7 @@ from windlass.server.text.tool_parsers.formats import FORMATS
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
-# In the notation of Google's, and much shorter.
+# Google's template, abridged.
 TEMPLATE = """
 {%- macro value(it) -%}
 {%- if it is string %}{{ '<|"|>' ~ it ~ '<|"|>' }}
@@ -86,40 +82,14 @@ CALL = '<|tool_call>call:look{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
 ROME = {"city": "Rome", "days": 3}
 THOUGHT = "<|channel>thought\nlet me see\n<channel|>"
 ON = {"chat_template_kwargs": {"enable_thinking": True}}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(list(TOKENS))
-    with live_server(ScriptedEngine(), template=TEMPLATE, backend=backend) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(vocab_size=shared.tokenizer.vocab_size, max_model_len=4096)
-    return shared
-
-
-def say(live: Live, text: str) -> None:
-    """Have the engine generate this text."""
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+shared = server_fixture(template=TEMPLATE, tokens=TOKENS, model={"max_model_len": 4096})
 
 
 def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[str, Any]], str]:
-    """Content, reasoning, calls and the reason for the end, which a stream has alike."""
+    """Content, reasoning, calls and finish reason, which a stream must equal."""
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], **fields}
-    response = live.post(PATH, body)
-    assert response.status_code == 200, response.text
     found = []
-    for choice in (response.json()["choices"][0], assembled(live.stream(PATH, body)[:-1])):
+    for choice in (live.request(PATH, **body)["choices"][0], assembled(live.stream(PATH, body)[:-1])):
         message = choice["message"]
         assert message.get("reasoning") == message.get("reasoning_content")
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
@@ -145,20 +115,20 @@ def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[s
         ("<|tool_call>call:look{city:Rome]} so", ("]} so", None, [("look", {"city": "Rome"})], "tool_calls")),
     ],
 )
-def test_thinking_and_calls_are_told_apart(live: Live, text: str, expected: Any, at_once: int) -> None:
+def test_thinking_and_calls_are_separated(live: Live, text: str, expected: Any, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
-    say(live, text)
+    live.generate(text)
     assert ask(live, **ON) == ask(live) == expected
 
 
-def test_no_markers_are_shown_where_nothing_can_be_called(live: Live) -> None:
-    say(live, THOUGHT + "Hello. " + CALL)
+def test_markers_are_hidden_without_tools(live: Live) -> None:
+    live.generate(THOUGHT + "Hello. " + CALL)
     content, reasoning, calls, _ = ask(live, tools=None)
     assert (content, reasoning, calls) == ("Hello. call:look{city:Rome,days:3}", "let me see", [])
 
 
 def test_messages_of_anthropic(live: Live) -> None:
-    say(live, THOUGHT + "Wait." + CALL)
+    live.generate(THOUGHT + "Wait." + CALL)
     tool = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
     body = {"messages": USER, "max_tokens": 400, "tools": [tool]}
     blocks = live.post("/v1/messages", body).json()["content"]
@@ -167,11 +137,11 @@ def test_messages_of_anthropic(live: Live) -> None:
     told = live.stream_text("/v1/messages", body)
     assert '"thinking_delta"' in told and '"input_json_delta"' in told and "channel" not in told and '|"|' not in told
     live.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}})
-    assert "<|think|>" in prompt_of(live)
+    assert "<|think|>" in live.prompt
 
 
 def test_responses(live: Live) -> None:
-    say(live, THOUGHT + "Wait." + CALL)
+    live.generate(THOUGHT + "Wait." + CALL)
     body = {"input": "hello", "tools": [{"type": "function", **LOOK["function"]}]}
     answer = live.post("/v1/responses", body).json()
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
@@ -183,24 +153,24 @@ def test_responses(live: Live) -> None:
 
 def test_the_switch_of_the_template(live: Live) -> None:
     live.chat(reasoning_effort="high")
-    assert "<|think|>" in prompt_of(live) and prompt_of(live).endswith("<|turn>model\n")
+    assert "<|think|>" in live.prompt and live.prompt.endswith("<|turn>model\n")
     for fields in ({}, {"reasoning_effort": "none"}):
         live.chat(**fields)
-        assert "<|think|>" not in prompt_of(live) and prompt_of(live).endswith("<|channel>thought\n<channel|>")
+        assert "<|think|>" not in live.prompt and live.prompt.endswith("<|channel>thought\n<channel|>")
 
 
 def test_a_round_trip(live: Live) -> None:
-    """The model's call comes back to it as it was written, and it may go on in the thinking that the template opened."""
-    say(live, THOUGHT + CALL)
+    """The model's call is rendered as it was generated, also inside thinking that the template opened."""
+    live.generate(THOUGHT + CALL)
     message = live.chat(tools=[LOOK], **ON)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "name": "look", "content": "sunny"}
-    say(live, "it shines\n<channel|>Sunny.")
+    live.generate("it shines\n<channel|>Sunny.")
     assert ask(live, messages=[*USER, message, result], **ON) == ("Sunny.", "it shines", [], "stop")
     answered = '<|tool_response>response:look{value:<|"|>sunny<|"|>}<tool_response|><|channel>thought\n'
-    assert prompt_of(live).endswith(THOUGHT + CALL + answered)
+    assert live.prompt.endswith(THOUGHT + CALL + answered)
 
 
-def test_a_budget_begins_behind_the_label(live: Live) -> None:
+def test_budget_starts_after_the_label(live: Live) -> None:
     live.chat(thinking_budget=7, **ON)
     ids = {text: tuple(live.tokenizer.encode(text, add_special_tokens=False)) for text in (THOUGHT[:17], "<channel|>")}
     assert len(ids["<|channel>thought"]) > 1
@@ -208,9 +178,9 @@ def test_a_budget_begins_behind_the_label(live: Live) -> None:
     assert budget == ThinkingBudget(7, ids["<channel|>"], (ids["<|channel>thought"],))
 
 
-def test_a_required_call_is_written_as_the_model_does(live: Live) -> None:
-    """Behind the thinking, with the tokens around strings."""
-    say(live, THOUGHT + CALL)
+def test_required_call_has_the_format_of_the_model(live: Live) -> None:
+    """After the thinking, with the tokens around strings."""
+    live.generate(THOUGHT + CALL)
     assert ask(live, tool_choice="required", **ON)[2] == [("look", ROME)]
     grammar = live.engine.requests[-1].sampling.grammar
     quote, opening = (live.tokenizer.backend.token_to_id(text) for text in ('<|"|>', "<|channel>"))
@@ -231,8 +201,8 @@ def value_of(chance: random.Random, depth: int = 0) -> Any:
     return {key: value_of(chance, depth + 1) for key in keys}
 
 
-def test_whatever_the_template_writes_is_read_back() -> None:
-    """Values of any kind, thinking before any call, and pieces of any size."""
+def test_output_of_the_template_is_parsed_back() -> None:
+    """Values of any kind, thinking before calls, and pieces of any size."""
     chance, template = random.Random(4), ChatTemplate(TEMPLATE)
     for _ in range(150):
         calls, thoughts, text = list[tuple[str, Any]](), list[str](), ""

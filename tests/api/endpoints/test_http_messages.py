@@ -1,17 +1,13 @@
-"""`/v1/messages` against a scripted engine: whole and streamed, blocks, tools, thinking, counts, and what is refused."""
+"""`/v1/messages` with a scripted engine: complete and streamed answers, blocks, tools, thinking, counts, refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
 from api_helpers.named_events import named_events
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.engine.errors import EngineDeadError, QueueFullError
 from windlass.engine.rotary.rotary_policy import RotaryReport
@@ -19,7 +15,6 @@ from windlass.server.errors import ApiError, error_body
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
-VOCABULARY = 430
 TEMPLATE = (
     "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{% for tool in tools or [] %}({{ tool.function.name }})"
     "{% endfor %}{% for message in messages %}[{{ message.role }}]{% if message.reasoning %}<{{ message.reasoning }}>{% endif %}"
@@ -34,44 +29,20 @@ LOOK = {
 FIND = {"type": "custom", "name": "find", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
 ROME = '{"city": "Rome"}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
-INFO = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+shared = server_fixture(
+    template=TEMPLATE, tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"), model={"max_model_len": 4096}
+)
 USER = [{"role": "user", "content": "hello"}]
 
 
-def marked_tokenizer() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=marked_tokenizer()) as live:
-        yield live
-
-
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = INFO
-    say(shared, "Hello.")
-    return shared
-
-
-def say(live: Live, text: str) -> None:
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids or [1], len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def live(live: Live) -> Live:
+    live.generate("Hello.")
+    return live
 
 
 def ask(live: Live, messages: Any = USER, **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"messages": messages, "max_tokens": 400, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, **{"messages": messages, "max_tokens": 400, **fields})
 
 
 def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, Any]]:
@@ -79,7 +50,7 @@ def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, An
 
 
 def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool = False) -> dict[str, Any]:
-    """The error of a request that must be refused, in Anthropic's shape."""
+    """Error of a refused request, in Anthropic's form."""
     response = live.post(path, body)
     assert response.status_code == status, response.text
     answer = response.json()
@@ -91,7 +62,7 @@ def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool
 
 
 def built(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message as a client puts it together."""
+    """The message as a client assembles it."""
     message: dict[str, Any] = {}
     partial: dict[int, str] = {}
     for event in events:
@@ -124,10 +95,10 @@ def lasting(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "id": "", "content": content}
 
 
-def test_a_plain_answer(live: Live) -> None:
+def test_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy", cache_control={"type": "ephemeral"})
-    assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
+    assert live.prompt == "[system]Be kind.[user]hello[assistant]"
     prompt, generated = len(live.engine.requests[-1].prompt_token_ids), len(live.engine.reply) + 1
     assert answer.pop("id").startswith("msg_")
     assert answer == {
@@ -148,7 +119,7 @@ def test_a_plain_answer(live: Live) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_events_come_in_their_order(live: Live, at_once: int) -> None:
+def test_order_of_events(live: Live, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
     names = [event["type"] for event in stream(live)]
     assert names[:3] == ["message_start", "content_block_start", "ping"]
@@ -166,19 +137,19 @@ def test_events_come_in_their_order(live: Live, at_once: int) -> None:
         ("", ["text"]),
     ],
 )
-def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
-    say(live, text)
+def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
+    live.generate(text)
     live.engine.tokens_per_output = at_once
     whole = ask(live, tools=[LOOK])
     assert [block["type"] for block in whole["content"]] == kinds
     assert lasting(built(stream(live, tools=[LOOK]))) == lasting(whole)
 
 
-def test_blocks_hold_what_was_written(live: Live) -> None:
-    say(live, f"<think>so</think>Wait. {CALL}")
+def test_contents_of_blocks(live: Live) -> None:
+    live.generate(f"<think>so</think>Wait. {CALL}")
     answer = ask(live, tools=[LOOK, FIND])
     thought, text, call = answer["content"]
-    assert prompt_of(live).startswith("(look)(find)")
+    assert live.prompt.startswith("(look)(find)")
     assert thought == {"type": "thinking", "thinking": "so", "signature": ""}
     assert text == {"type": "text", "text": "Wait."}
     assert (call["name"], call["input"]) == ("look", {"city": "Rome"}) and call["id"]
@@ -188,12 +159,12 @@ def test_blocks_hold_what_was_written(live: Live) -> None:
     assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": thought}
 
 
-def test_why_it_ended(live: Live) -> None:
+def test_stop_reasons(live: Live) -> None:
     assert ask(live, max_tokens=3)["stop_reason"] == "max_tokens"
     stopped = ask(live, stop_sequences=["lo", "zz"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
     assert stopped["content"][0]["text"] == "Hel"
-    say(live, CALL)
+    live.generate(CALL)
     cut = ask(live, tools=[LOOK], max_tokens=len(live.engine.reply) - 4)
     assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
     cut = ask(live, tools=[LOOK], stop_sequences=["Ro"])
@@ -202,7 +173,7 @@ def test_why_it_ended(live: Live) -> None:
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "Ro")
 
 
-def test_a_failure_on_the_way(live: Live) -> None:
+def test_failure_within_a_stream(live: Live) -> None:
     live.engine.fail_after = (2, EngineDeadError("gone"))
     event = stream(live)[-1]
     assert event["type"] == "error" and event["error"]["type"] == "overloaded_error"
@@ -222,7 +193,7 @@ def test_failures_before_the_stream_have_their_own_status(live: Live) -> None:
 def test_silence_is_filled_with_pings() -> None:
     with live_server(stream_comment_seconds=0.02) as quick:
         body = {"messages": USER, "max_tokens": 2}
-        names = [event["type"] for event in named_events(quick, PATH, body, told=quick.let_go("event: ping", 3))]
+        names = [event["type"] for event in named_events(quick, PATH, body, on_text=quick.let_go("event: ping", 3))]
     assert names[0] == "ping" and names.index("message_start") > 2 and names[-1] == "message_stop"
 
 
@@ -235,7 +206,7 @@ def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
     live.wait(lambda: live.state.in_flight == 0)
 
 
-# ---- what goes in ----------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 def test_blocks_become_turns(live: Live) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in "ab"]},
@@ -253,27 +224,27 @@ def test_blocks_become_turns(live: Live) -> None:
         ]},
     ]  # fmt: skip
     ask(live, messages, system=[{"type": "text", "text": "x"}, {"type": "text", "text": "y"}])
-    assert prompt_of(live) == (
+    assert live.prompt == (
         f'[system]x\ny[user]a\nb[assistant]<hm>Wait.<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
         '<tool_call>{"name": "find", "arguments": {}}</tool_call>[tool]sun[tool]Error: none[user]And?[assistant]'
     )
 
 
-def test_an_answer_goes_in_again(live: Live) -> None:
-    say(live, f"<think>so</think>Wait. {CALL}")
+def test_answer_can_be_sent_back(live: Live) -> None:
+    live.generate(f"<think>so</think>Wait. {CALL}")
     live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     answer = ask(live, tools=[LOOK])
     assert answer["rotary"]["rope_type"] == "default"
     answer |= {"diagnostics": None, "context_management": {"applied_edits": []}}  # which Anthropic's have
     result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"]}
-    say(live, "Sunny.")
+    live.generate("Sunny.")
     ask(live, [*USER, answer, {"role": "user", "content": [result]}], tools=[LOOK])
-    assert prompt_of(live).endswith("</tool_call>[tool][assistant]") and "<so>Wait." in prompt_of(live)
+    assert live.prompt.endswith("</tool_call>[tool][assistant]") and "<so>Wait." in live.prompt
 
 
-def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
+def test_partial_answer_is_continued(live: Live) -> None:
     ask(live, [*USER, {"role": "assistant", "content": "The answer is"}])
-    assert prompt_of(live) == "[user]hello[assistant]The answer is"
+    assert live.prompt == "[user]hello[assistant]The answer is"
 
 
 @pytest.mark.parametrize(
@@ -285,44 +256,29 @@ def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
         ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, True),
     ],
 )
-def test_a_call_can_be_demanded(live: Live, choice: Any, demanded: bool) -> None:
+def test_required_call(live: Live, choice: Any, demanded: bool) -> None:
     ask(live, tools=[LOOK, FIND], tool_choice=choice)
     assert (live.engine.requests[-1].sampling.grammar is not None) is demanded
 
 
-def test_one_call_at_most(live: Live) -> None:
-    say(live, CALL * 3)
+def test_parallel_calls_disabled(live: Live) -> None:
+    live.generate(CALL * 3)
     one = ask(live, tools=[LOOK], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert len(one["content"]) == 1 and len(ask(live, tools=[LOOK])["content"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"temperature": 0}, "temperature", 0.0),
-        ({"top_k": 7}, "top_k", 7),
-        ({"top_p": 0.5}, "top_p", 0.5),
-        ({"max_tokens": 9}, "max_tokens", 9),
-        ({"seed": 5}, "seed", 5),
-    ],
-)
-def test_sampling_reaches_the_engine(live: Live, fields: dict[str, Any], field: str, value: Any) -> None:
-    ask(live, **fields)
-    assert getattr(live.engine.requests[-1].sampling, field) == value
 
 
 def test_thinking(live: Live) -> None:
     ask(live, thinking={"type": "enabled", "budget_tokens": 7})
     assert live.engine.requests[-1].sampling.thinking.tokens == 7
-    assert prompt_of(live).startswith("True[user]")
+    assert live.prompt.startswith("True[user]")
     ask(live, thinking={"type": "disabled"})
-    assert prompt_of(live).startswith("False[user]")
+    assert live.prompt.startswith("False[user]")
     ask(live, thinking={"type": "adaptive"})
-    assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
+    assert live.prompt.startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
 
 
-def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
-    """Clients have thinking switched on or off, whatever the model; the operator's options are not theirs to change."""
+def test_budget_is_a_hint_without_thinking_parser() -> None:
+    """Clients enable thinking for every model, and cannot know the operator's options."""
     with live_server() as plain:
         body = {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
@@ -333,12 +289,12 @@ def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
 
 
 def test_an_effort_is_a_hint(live: Live) -> None:
-    """Anthropic's clients send one to every model."""
+    """Anthropic's clients send an effort to every model."""
     for effort in ("low", "max"):
         ask(live, output_config={"effort": effort})
-        assert prompt_of(live).startswith("True[user]")
+        assert live.prompt.startswith("True[user]")
     ask(live, output_config={"effort": "high"}, thinking={"type": "disabled"})
-    assert prompt_of(live).startswith("False[user]")
+    assert live.prompt.startswith("False[user]")
     with live_server() as plain:
         body = {"messages": USER, "max_tokens": 2, "output_config": {"effort": "high"}}
         assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
@@ -349,7 +305,7 @@ def test_an_effort_is_a_hint(live: Live) -> None:
     with live_server(template=harmony) as gpt:
         for effort, told in {"minimal": "low", "low": "low", "high": "high", "xhigh": "high", "max": "high"}.items():
             assert gpt.post(PATH, {**body, "output_config": {"effort": effort}}).status_code == 200
-            assert told in prompt_of(gpt)
+            assert told in gpt.prompt
 
 
 @pytest.mark.parametrize(
@@ -364,11 +320,11 @@ def test_an_effort_is_a_hint(live: Live) -> None:
         {"fallback_credit_token": {"token": "abc", "mode": "best_effort"}},
     ],
 )
-def test_what_concerns_only_anthropics_service(live: Live, fields: dict[str, Any]) -> None:
+def test_fields_of_the_service_of_anthropic(live: Live, fields: dict[str, Any]) -> None:
     ask(live, **fields)
 
 
-def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
+def test_toolset_name_has_no_effect(live: Live) -> None:
     messages = [
         *USER,
         {"role": "assistant", "content": [{**USE, "toolset_name": None}, {**USE, "id": "u", "toolset_name": "browser"}]},
@@ -380,14 +336,14 @@ def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
     ask(live, messages)
 
 
-def test_threads_are_refused_so_that_a_tool_runner_goes_on_without(live: Live) -> None:
+def test_refused_threads_let_a_tool_runner_continue(live: Live) -> None:
     body = {"messages": USER, "max_tokens": 2, "thread": {"type": "create"}}
     error = refuse(live, PATH, body, details=True)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "thread", "unsupported_field")
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-def test_a_strict_tool_is_held_to_as_a_whole(live: Live) -> None:
+def test_strict_tool_is_enforced_completely(live: Live) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     ask(live, tools=[{**LOOK, "input_schema": schema}], tool_choice={"type": "any"})
     body = {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}
@@ -403,14 +359,14 @@ CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
     [
         *((given, True) for given in (None, {}, {"edits": None}, {"edits": []}, {"edits": [CLEAR]})),
         ({"edits": [{**CLEAR, "keep": {"type": "all"}}, {**CLEAR, "more": None}]}, True),
-        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which keeps those of the last turn
+        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which clears all but those of the last turn
         ({"edits": [{**CLEAR, "keep": {"type": "thinking_turns", "value": 2}}]}, False),
         ({"edits": [CLEAR, {"type": "clear_tool_uses_20250919"}]}, False),
         ({"edits": [{**CLEAR, "type": "clear_tool_uses_20250919"}]}, False),
         *((given, False) for given in ({"edits": "all"}, {"edit": []}, {"edits": [5]}, [CLEAR], "all")),
     ],
 )
-def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, accepted: bool) -> None:
+def test_edit_that_clears_nothing_is_accepted(live: Live, given: Any, accepted: bool) -> None:
     body = {"messages": USER, "context_management": given, "mcp_servers": []}
     for path, fields in ((PATH, {"max_tokens": 2}), (COUNT, {})):
         if accepted:
@@ -420,16 +376,16 @@ def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, ac
             assert (error["param"], error["code"]) == ("context_management", "unsupported_field")
 
 
-def test_names_of_tools_are_as_long_as_those_of_anthropic(live: Live) -> None:
+def test_tool_names_have_the_limit_of_anthropic(live: Live) -> None:
     name = f"mcp__server__{'x' * 115}"
-    say(live, CALL.replace("look", name))
+    live.generate(CALL.replace("look", name))
     answer = ask(live, tools=[{**LOOK, "name": name}], tool_choice={"type": "tool", "name": name})
     assert answer["content"][0]["name"] == name
     error = refuse(live, PATH, {"messages": USER, "max_tokens": 2, "tools": [{**LOOK, "name": name + "x"}]})
     assert error["param"] == "tools[0].name"
 
 
-def test_a_form(live: Live) -> None:
+def test_output_format(live: Live) -> None:
     ask(live, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
     assert live.engine.requests[-1].sampling.grammar is not None
 
@@ -448,64 +404,12 @@ def test_counting(live: Live) -> None:
     assert longer["input_tokens"] > 4096  # more than the context holds
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
 USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
-         "messages[0].content[0].content[0].type"),
-        ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
-            {"type": "text", "text": "See:"}, {"type": "tool_result", "tool_use_id": USE["id"]}]}]}, "messages[2].content[1]"),
-        ({"system": [IMAGE]}, "system[0].type"),
-        ({"system": 3}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [LOOK, LOOK]}, "tools"),
-        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "find"}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "deep"}}, "thinking.type"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop": "x"}, "stop"),
-        ({"top_p": 2}, "top_p"),
-        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format"),
-        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-        ({"compaction": {"type": "summarize"}}, "compaction"),
-        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
-        ({"colour": "red"}, "colour"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = refuse(live, PATH, {"messages": USER, "max_tokens": 5, **fields})
-    assert (error["param"], error["type"]) == (param, "invalid_request_error") and error["code"]
-    assert not live.engine.requests
-
-
-def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
+def test_all_errors_have_the_form_of_the_api(live: Live) -> None:
     assert refuse(live, PATH, {"messages": USER, "max_tokens": 5, "model": "x"}, 404)["type"] == "not_found_error"
     assert refuse(live, f"{PATH}/batches", {}, 404)["type"] == "not_found_error"
     assert live.http.get(PATH).json()["type"] == "error"
@@ -514,7 +418,7 @@ def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
     assert "error" in live.http.get("/v1/messagesx").json() and "type" not in live.http.get("/v1/messagesx").json()
 
 
-def test_what_a_key_may_not_is_said_in_their_words() -> None:
+def test_permission_errors_have_the_form_of_the_api() -> None:
     error = ApiError(403, "no", code="not_an_administrator")
     assert error_body(error, {"path": PATH})["error"]["type"] == "permission_error"
 

@@ -1,47 +1,37 @@
-"""What is kept of responses: gone on from, read, listed, deleted, forgotten in bounds, and seen by their owner alone."""
+"""Stored responses: continued, read, listed, deleted, removed when too many, and visible only to their owner."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api_helpers.named_events import named_events
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.server.app.response_store import ResponseStore, items_until
 
 PATH = "/v1/responses"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(api_keys=("one", "two")) as live:
-        yield live
+shared = server_fixture(api_keys=("one", "two"))
 
 
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.http.headers = {"authorization": "Bearer one"}
-    return shared
+def live(live: Live) -> Live:
+    live.http.headers = {"authorization": "Bearer one"}
+    return live
 
 
 def ask(live: Live, text: str | list[Any] = "hello", **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"input": text, "max_output_tokens": 3, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, input=text, max_output_tokens=3, **fields)
 
 
 def prompt_of(live: Live) -> str:
     return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=True)
 
 
-def test_a_conversation_goes_on(live: Live) -> None:
+def test_conversation_is_continued(live: Live) -> None:
     first = ask(live, "a", instructions="old rules")
     said = first["output"][0]["content"][0]["text"]
     events = named_events(
@@ -53,7 +43,7 @@ def test_a_conversation_goes_on(live: Live) -> None:
     assert third["previous_response_id"] == second["id"]
 
 
-def test_a_response_is_read_again(live: Live) -> None:
+def test_stored_response_is_returned(live: Live) -> None:
     whole = ask(live)
     assert live.http.get(f"{PATH}/{whole['id']}").json() == whole
     last = named_events(live, PATH, {"input": "a"})[-1]["response"]
@@ -61,7 +51,7 @@ def test_a_response_is_read_again(live: Live) -> None:
     assert live.http.get(f"{PATH}/{last['id']}?stream=true").json()["error"]["param"] == "stream"
 
 
-def test_nothing_is_kept_where_nothing_shall_be(live: Live) -> None:
+def test_store_false_stores_nothing(live: Live) -> None:
     before = len(live.state.responses)
     answer = ask(live, store=False)
     assert answer["store"] is False and len(live.state.responses) == before
@@ -78,7 +68,7 @@ def test_deleting(live: Live) -> None:
     }
     assert live.http.delete(f"{PATH}/{first['id']}").status_code == 404
     ask(live, "c", previous_response_id=second["id"])
-    assert prompt_of(live).startswith("[user]a\n")  # who went on from it keeps the conversation
+    assert prompt_of(live).startswith("[user]a\n")  # its continuation keeps the conversation
 
 
 def test_input_items_are_listed_in_pages(live: Live) -> None:
@@ -106,8 +96,8 @@ def test_input_items_are_listed_in_pages(live: Live) -> None:
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(query))
 
 
-def test_pages_end_where_ids_are_repeated(live: Live) -> None:
-    """As by output items that are sent back beside their response."""
+def test_pages_with_repeated_ids_end(live: Live) -> None:
+    """For example of output items that are sent back with their response."""
     first = ask(live, "a")
     mine = [{"id": "msg_mine", "role": "user", "content": text} for text in "bcd"]
     second = ask(live, [*first["output"], *mine], previous_response_id=first["id"])
@@ -124,11 +114,11 @@ def test_pages_end_where_ids_are_repeated(live: Live) -> None:
             if not page["has_more"]:
                 break
         assert paged == whole
-    assert [item["id"] for item in whole].count("msg_mine") == 1  # the first of them keeps it
+    assert [item["id"] for item in whole].count("msg_mine") == 1  # the first one keeps its id
 
 
-def test_items_are_named_by_their_ids(live: Live) -> None:
-    """In place of the items themselves, as a client may do it that keeps the ids of what it has seen."""
+def test_items_are_referenced_by_id(live: Live) -> None:
+    """Clients that store ids may send them in place of the items."""
     first = ask(live, "a")
     said = first["output"][0]
     (inputs,) = live.http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
@@ -146,7 +136,7 @@ def test_items_are_named_by_their_ids(live: Live) -> None:
     assert live.http.get(f"{PATH}/{first['id']}").json() == first
 
 
-def test_an_item_that_is_not_kept_is_not_found(live: Live) -> None:
+def test_unknown_item_is_not_found(live: Live) -> None:
     mine = ask(live)["output"][0]["id"]
     unkept = ask(live, store=False)["output"][0]["id"]
 
@@ -192,13 +182,13 @@ def test_an_input_is_counted(live: Live) -> None:
     assert error["code"] == "previous_response_not_found"
 
 
-def test_nothing_is_compacted(live: Live) -> None:
+def test_compaction_is_refused(live: Live) -> None:
     error = live.refuse(f"{PATH}/compact", {"input": "a", "model": "toy"}, 404)
     assert error["code"] == "not_found" and "previous_response_id" in error["message"]
     assert live.http.get(f"{PATH}/compact").json()["error"]["code"] == "response_not_found"
 
 
-def test_another_key_sees_nothing(live: Live) -> None:
+def test_other_keys_cannot_read_responses(live: Live) -> None:
     mine = ask(live)["id"]
     live.http.headers = {"x-api-key": "two"}
     error = live.refuse(PATH, {"input": "a", "previous_response_id": mine}, 404)
@@ -212,7 +202,7 @@ def test_another_key_sees_nothing(live: Live) -> None:
     assert live.http.get(f"{PATH}/{mine}").status_code == 401
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_oldest_responses_are_removed() -> None:
     with live_server(response_store_bytes=20_000) as live:
         ids = [ask(live, "x" * 100)["id"] for _ in range(12)]
         assert live.state.responses.size <= 20_000
@@ -221,14 +211,14 @@ def test_the_oldest_are_forgotten() -> None:
         assert live.refuse(PATH, {"input": "a", "previous_response_id": ids[0]}, 404)["code"]
 
 
-def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
+def test_too_long_conversation_displaces_no_other_owner() -> None:
     with live_server(api_keys=("one", "two"), response_store_bytes=20_000) as live:
         live.http.headers = {"x-api-key": "two"}
         theirs = ask(live)["id"]
         live.http.headers = {"x-api-key": "one"}
         last = ask(live, "x" * 6000, truncate_prompt_tokens=50)
         longer = ask(live, "x" * 6000, previous_response_id=last["id"], truncate_prompt_tokens=50)
-        assert longer["store"] is True  # as it was asked for
+        assert longer["store"] is True  # as requested
         refused = live.refuse(PATH, {"input": "a", "previous_response_id": longer["id"]}, 404)
         assert "--response-store" in refused["message"]
         assert live.http.get(f"{PATH}/{last['id']}").status_code == 200
@@ -236,7 +226,7 @@ def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
         assert live.http.get(f"{PATH}/{theirs}").status_code == 200
 
 
-def test_whoever_keeps_most_displaces_itself() -> None:
+def test_largest_owner_displaces_its_own_responses() -> None:
     store = ResponseStore(most=100, max_bytes=100)
 
     def put(name: str, owner: str, size: int, previous: str | None = None) -> bool:
@@ -244,7 +234,7 @@ def test_whoever_keeps_most_displaces_itself() -> None:
         store.put(name, owner, b"", previous=before, inputs=[], outputs=[], sizes=(size, 0))
         return store.get(name, owner) is not None
 
-    assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # nobody else needs it
+    assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # no other response needs it
     store.delete("a2", "a")
     assert put("b1", "b", 20)
     assert all(put(f"c{number}", "c", 10) for number in range(40))
@@ -254,13 +244,13 @@ def test_whoever_keeps_most_displaces_itself() -> None:
         "c35",
         "c39",
     ]
-    assert put("a2", "a", 20, "a1") and store.get("b1", "b")  # c has as much by now: the oldest of it go
+    assert put("a2", "a", 20, "a1") and store.get("b1", "b")  # c is equally large now: its oldest ones are removed
     assert not put("a3", "a", 1, "a2"), "more than half, and others have the rest"
     assert not put("d1", "d", 101) and store.get("a2", "a") and store.get("b1", "b")
 
 
-def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None:
-    """However large those of another are."""
+def test_too_many_responses_displace_those_of_the_largest_owner() -> None:
+    """By number of responses, whatever their size."""
     store = ResponseStore(most=10, max_bytes=1000)
 
     def put(name: str, size: int) -> None:
@@ -285,7 +275,7 @@ def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None
     st.integers(1, 20),
 )
 @settings(max_examples=100, deadline=None)
-def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]], most: int) -> None:
+def test_displacement_matches_brute_force(steps: list[tuple[str, int, int]], most: int) -> None:
     store = ResponseStore(most=most, max_bytes=100)
     kept: dict[str, dict[str, int]] = {}  # sizes of each owner's responses, oldest first; owners by their first
     for number, (owner, size, choice) in enumerate(steps):
@@ -314,8 +304,8 @@ def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]]
         assert all(store.get(each, of) for of, sizes in kept.items() for each in sizes)
 
 
-def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time() -> None:
-    """Counted in calls: the event loop waits for it."""
+def test_displacing_many_owners_does_not_scan_all_each_time() -> None:
+    """Measured in calls, as the event loop waits for it."""
     owners = 1000
     store = ResponseStore(most=10_000, max_bytes=10 * owners)
     for number in range(owners):
@@ -330,14 +320,14 @@ def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time()
     assert len(calls) < 50 * owners
 
 
-def test_what_finds_the_largest_does_not_grow_with_what_was_kept_before() -> None:
+def test_heap_does_not_grow_with_removed_responses() -> None:
     store = ResponseStore(most=10, max_bytes=1000)
     for number in range(2000):
         store.put("r", f"o{number}", b"", previous=None, inputs=[], outputs=[], sizes=(10, 0))
     assert len(store._largest_number._heap) < 200 and len(store._largest_size._heap) < 200
 
 
-def test_a_server_that_keeps_nothing() -> None:
+def test_server_without_response_store() -> None:
     with live_server(response_store_bytes=0) as live:
         answer = ask(live)
         assert live.http.get(f"{PATH}/{answer['id']}").status_code == 404
@@ -345,8 +335,8 @@ def test_a_server_that_keeps_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_the_store_s_books_balance(steps: list[tuple[int, int, bool]], most: int) -> None:
-    """Against brute force: what the responses that are kept need is what is counted, each link once."""
+def test_store_accounting_is_consistent(steps: list[tuple[int, int, bool]], most: int) -> None:
+    """Compared with brute force: the counted bytes are those of the stored responses, each link once."""
     store = ResponseStore(most=most, max_bytes=100)
     ids: list[str] = []
     for number, (choice, size, delete) in enumerate(steps):

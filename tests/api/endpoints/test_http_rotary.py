@@ -1,14 +1,13 @@
-"""`/v1/rotary`, its inspection, profiles, policies and the rotary reports of answers, over a scripted engine."""
+"""`/v1/rotary`, its inspection, profiles, policies, and the rotary reports of answers, with a scripted engine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
 from windlass.engine.errors import LoadError
@@ -28,29 +27,17 @@ TWO_GROUPS = (
     RotaryGroup("sliding_attention", RotaryBase(1e4, 16, 16, 128), RopeScaling()),
 )
 PLAIN = [10000 ** (-2 * j / 16) for j in range(8)]  # of the scripted model: theta 10,000, 16 dimensions, 128 tokens
+shared = server_fixture(model={"rotary_groups": SERVER_GROUPS}, rope_profiles=PROFILES)
 
 
 def ntk(stretch: float) -> list[float]:
-    """The formula of the NTK-aware base, written out."""
+    """The formula of the NTK-aware base."""
     base = 10000 * stretch ** (16 / 14)
     return [base ** (-2 * j / 16) for j in range(8)]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(ScriptedEngine(info=model_info(rotary_groups=SERVER_GROUPS)), rope_profiles=PROFILES) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(rotary_groups=SERVER_GROUPS)
-    return shared
-
-
-# ---- what the server tells -------------------------------------------------------------------------------------------
-def test_the_model_the_default_and_the_profiles(live: Live) -> None:
+# ---- settings of the server ------------------------------------------------------------------------------------------
+def test_settings_show_the_model_the_default_and_the_profiles(live: Live) -> None:
     answer = live.http.get("/v1/rotary").json()
     group = {"rope_type": "default", "rope_theta": 1e4, "rotary_dim": 16}
     group |= {"original_max_position_embeddings": 128, "max_position_embeddings": 128}
@@ -65,7 +52,7 @@ def test_the_model_the_default_and_the_profiles(live: Live) -> None:
 
 
 @pytest.mark.parametrize(("update", "policy"), [(None, "frozen"), ("rotate", "rotate")])
-def test_the_defaults_policy(update: Any, policy: str) -> None:
+def test_policy_of_the_default_scaling(update: Any, policy: str) -> None:
     groups = tuple(replace(group, scaling=PROFILES["grow"]) for group in ROTARY)
     engine = ScriptedEngine(info=model_info(rotary_groups=groups))
     with live_server(engine, rope_update=update, rope_policy="off", rope_exact=True) as live:
@@ -95,13 +82,13 @@ def test_inspection(live: Live) -> None:
     assert live.post(INSPECT, {"rope_scaling": "long"}).json() == yarn
 
 
-def test_a_turn_of_more_tokens_than_a_number_holds_is_null(live: Live) -> None:
+def test_infinite_wavelength_is_null(live: Live) -> None:
     answer = live.post(INSPECT, {"rope_scaling": {"rope_type": "linear", "factor": 1e308}})
     assert answer.status_code == 200 and "Infinity" not in answer.text
     assert answer.json()["wavelengths"][-1] is None and answer.json()["inv_freq"][-1] > 0
 
 
-def test_inspect_tells_what_a_rule_of_distances_comes_to(live: Live) -> None:
+def test_inspection_of_distance_based_attention(live: Live) -> None:
     chunks = {"rope_type": "dual_chunk", "length_scores": True, "log_n": True}
     answer = live.post(INSPECT, {"rope_scaling": chunks, "length": 250}).json()
     assert answer["distances"] == {"chunk_size": 96, "local_size": 16, "log_n_length": 128}
@@ -123,7 +110,7 @@ def test_inspect_tells_what_a_rule_of_distances_comes_to(live: Live) -> None:
         ({"policy": "recompute", "exact": True}, "recompute", 160),
     ],
 )
-def test_inspection_of_a_kind_that_follows_length(live: Live, update: Any, policy: str, reach: float) -> None:
+def test_inspection_of_a_scaling_that_depends_on_length(live: Live, update: Any, policy: str, reach: float) -> None:
     for scaling in ("grow", DYNAMIC):
         answer = live.post(INSPECT, {"rope_scaling": scaling, "rope_update": update, "length": 160}).json()
         assert answer["policy"] == policy and answer["effective_length"] == pytest.approx(reach, rel=1e-12)
@@ -143,7 +130,7 @@ def test_inspection_of_two_groups(live: Live) -> None:
     assert set(live.http.get("/v1/rotary").json()["default"]["groups"]) == {"full_attention", "sliding_attention"}
 
 
-def test_what_cannot_be_inspected(live: Live) -> None:
+def test_invalid_inspections_are_refused(live: Live) -> None:
     assert live.refuse(INSPECT, {"rope_scaling": {"rope_type": "spiral"}})["param"] == "rope_scaling.rope_type"
     assert live.refuse(INSPECT, {"rope_scaling": "other"})["code"] == "unknown_profile"
     assert live.refuse(INSPECT, {"length": 0})["param"] == "length"
@@ -154,8 +141,8 @@ def test_what_cannot_be_inspected(live: Live) -> None:
     live.refuse(INSPECT, {}, 503)
 
 
-# ---- what a request may bring ----------------------------------------------------------------------------------------
-def test_a_profile_is_the_object_it_names(live: Live) -> None:
+# ---- fields of requests ----------------------------------------------------------------------------------------------
+def test_profile_equals_its_object(live: Live) -> None:
     live.complete("a", rope_scaling="long")
     live.complete("a", rope_scaling=YARN)
     live.chat("a", rope_scaling="long", rope_update={"policy": "rotate"})
@@ -173,73 +160,8 @@ def test_an_unknown_profile_lists_the_known_ones(live: Live) -> None:
     assert live.engine.requests == []
 
 
-WRONG: list[tuple[Any, str, str]] = [
-    ({"rope_type": "linear", "factor": 0}, "rope_scaling.factor", "greater than 0"),
-    ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor", "greater than 0"),
-    ({"rope_type": "linear", "factor": "4"}, "rope_scaling.factor", "must be a number"),
-    ({"rope_type": "linear", "factor": True}, "rope_scaling.factor", "must be a number"),
-    ({"rope_type": "linear", "factor": 10**400}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": math.inf}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": -math.inf}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": math.nan}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn"}, "rope_scaling.factor", "needs it"),
-    ({"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 32}, "rope_scaling.beta_fast", "smaller"),
-    ({"rope_type": "spiral"}, "rope_scaling.rope_type", "default, linear, ntk, dynamic, yarn"),
-    ({"factor": 2}, "rope_scaling.rope_type", "give one of default, linear"),
-    ({}, "rope_scaling.rope_type", "missing"),
-    ({"rope_type": "linear", "factor": 2, "surprise": 1}, "rope_scaling.surprise", "it takes rope_theta, factor"),
-    ({**LINEAR2, "partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor", "belongs to the model"),
-    ({**LINEAR2, "rope_theta": 1}, "rope_scaling.rope_theta", "greater than 1"),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4},
-        "rope_scaling.short_factor",
-        "8 numbers, one per rotated pair of this model, got 4",
-    ),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7},
-        "rope_scaling.long_factor",
-        "as many numbers",
-    ),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7 + [0]},
-        "rope_scaling.long_factor[7]",
-        "greater than 0",
-    ),
-    ({"sliding_attention": LINEAR2}, "rope_scaling.sliding_attention", "it has full_attention"),
-    ({"full_attention": {"rope_type": "x"}}, "rope_scaling.full_attention.rope_type", "default"),
-    ({"full_attention": LINEAR2, "middle": LINEAR2}, "rope_scaling.middle", "full_attention or sliding_attention"),
-    (4, "rope_scaling", "or the name of a profile"),
-    ([YARN], "rope_scaling", "or the name of a profile"),
-    ("", "rope_scaling", "grow, long"),
-]
-
-
-CODES = {  # of the messages above; the others are invalid_value
-    "needs it": "missing_field",
-    "give one of default, linear": "missing_field",
-    "missing": "missing_field",
-    "it takes rope_theta, factor": "unknown_field",
-    "belongs to the model": "unknown_field",
-    "full_attention or sliding_attention": "unknown_field",
-}
-
-
-@pytest.mark.parametrize(("scaling", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_scaling_is_a_400_that_names_field_and_values(
-    live: Live, scaling: Any, param: str, says: str, stream: bool
-) -> None:
-    import json
-
-    body = json.dumps({"prompt": "a", "stream": stream, "rope_scaling": scaling})  # NaN and Infinity as Python has them
-    error = live.refuse(PATH, body.encode())
-    assert error["param"] == param and says in error["message"] and error["type"] == "invalid_request_error"
-    assert error["code"] == CODES.get(says, "unknown_profile" if scaling == "" else "invalid_value")
-    assert live.engine.requests == []
-
-
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
-def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> None:
+def test_non_finite_numbers_have_equal_errors(live: Live, number: str) -> None:
     body = f'{{"prompt": "a", "rope_scaling": {{"rope_type": "yarn", "factor": {number}}}}}'
     error = live.refuse(PATH, body.encode())
     assert (error["param"], error["code"]) == ("rope_scaling.factor", "invalid_value")
@@ -248,8 +170,8 @@ def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> No
     assert (neighbour["param"], neighbour["code"]) == ("temperature", "invalid_value")
 
 
-def test_a_prompt_that_is_too_long_whatever_its_scaling_is_told_what_makes_room(live: Live) -> None:
-    room = "a scaling alone makes no room: the server's --max-model-len does"
+def test_too_long_prompt_under_a_scaling_gets_a_hint(live: Live) -> None:
+    room = "a scaling does not enlarge the context: the server's --max-model-len does"
     ids, text = [5] * 257, "z" * 300
     prompts: list[tuple[str, dict[str, Any]]] = [
         (PATH, {"prompt": ids}),
@@ -266,40 +188,14 @@ def test_a_prompt_that_is_too_long_whatever_its_scaling_is_told_what_makes_room(
             assert room not in live.refuse(path, {**body, "rope_scaling": scaling})["message"]
 
 
-CODES_OF_UPDATES = {"invalid_value", "missing_field", "unknown_field", "rope_exact_not_allowed"}
-UPDATES = "rope_update should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
-
-
-@pytest.mark.parametrize(
-    ("update", "param", "says"),
-    [
-        *((value, "rope_update", UPDATES) for value in ("sometimes", "", 5, 1.5, [], ["rotate"], True, False)),
-        ({"policy": "never"}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"exact": True}, "rope_update.policy", "missing"),
-        ({"policy": 5}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"policy": "never", "exact": True}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"policy": "rotate", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
-        ({"policy": "frozen", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
-        ({"policy": "recompute", "exact": 1}, "rope_update.exact", ""),
-        ({"policy": "recompute", "speed": 1}, "rope_update.speed", "unknown field"),
-        ({"policy": "recompute", "exact": True}, "rope_update.exact", "--rope-exact"),
-    ],
-)
-def test_a_wrong_rope_update(live: Live, update: Any, param: str, says: str) -> None:
-    error = live.refuse(PATH, {"prompt": "a", "rope_update": update})
-    assert error["param"] == param and says in error["message"]
-    assert "RopeUpdate" not in error["message"] and error["code"] in CODES_OF_UPDATES
-    assert live.engine.requests == []
-
-
-def test_the_description_for_machines_says_what_the_fields_take(live: Live) -> None:
+def test_openapi_document_describes_the_scaling_fields(live: Live) -> None:
     schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest", "RotaryInspectRequest"):
         taken = schemas[name]["properties"]["rope_scaling"]
         assert {one["type"] for one in taken["anyOf"]} == {"object", "string", "null"}, name
 
 
-def test_exact_where_the_operator_allows_it() -> None:
+def test_exact_requires_the_operator() -> None:
     with live_server(rope_exact=True) as live:
         live.complete("a", rope_scaling=DYNAMIC, rope_update={"policy": "recompute", "exact": True})
         live.complete("a", rope_scaling=DYNAMIC, rope_update={"policy": "recompute", "exact": None})
@@ -329,7 +225,7 @@ def test_no_scaling_at_all() -> None:
         assert len(live.engine.requests) == 1
 
 
-def test_profiles_that_do_not_suit_the_model() -> None:
+def test_profiles_incompatible_with_the_model() -> None:
     lists = {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4}
     profiles = {**PROFILES, "phi": RopeScaling.from_dict(lists)}
     check_profiles(PROFILES, ROTARY)
@@ -340,9 +236,9 @@ def test_profiles_that_do_not_suit_the_model() -> None:
         check_profiles({"x": RopeScaling.from_dict(local)}, ROTARY)
 
 
-# ---- what answers tell -----------------------------------------------------------------------------------------------
+# ---- reports of answers ----------------------------------------------------------------------------------------------
 def report_of(request: EngineRequest) -> RotaryReport:
-    """Differs with the prompt's length, as a grid point does."""
+    """Depends on the length of the prompt, like a grid point."""
     return RotaryReport("dynamic", {"factor": 4.0}, "rotate", float(len(request.prompt_token_ids)), "f", 3)
 
 
@@ -356,7 +252,7 @@ SHOWN = {
 }
 
 
-def test_whole_answers_report_at_the_top(live: Live) -> None:
+def test_complete_answers_report_at_the_top_level(live: Live) -> None:
     live.engine.report = report_of
     for answer in (live.complete("a"), live.complete("a", n=2), live.complete(["a", "b"])):
         assert answer["rotary"] == SHOWN
@@ -364,7 +260,7 @@ def test_whole_answers_report_at_the_top(live: Live) -> None:
     assert live.chat("a")["rotary"]["rope_type"] == "dynamic"
 
 
-def test_choices_that_differ_report_for_themselves(live: Live) -> None:
+def test_differing_choices_have_their_own_reports(live: Live) -> None:
     live.engine.report = report_of
     answer = live.complete(["a", "abc"], n=2)
     assert answer["rotary"] == SHOWN
@@ -401,7 +297,7 @@ def test_streams_report_on_the_last_chunk_and_with_the_usage(live: Live) -> None
     assert ends == {0: 2.0, 1: 4.0} and chunks[-2]["rotary"]["effective_length"] == 2.0
 
 
-def test_an_engine_that_does_not_report(live: Live) -> None:
+def test_engine_without_reports(live: Live) -> None:
     assert "rotary" not in live.complete("a")
     chunks = live.stream(PATH, {"prompt": "a", "stream_options": {"include_usage": True}})
     assert not any("rotary" in chunk for chunk in chunks if chunk != "[DONE]")
@@ -417,8 +313,8 @@ def test_an_engine_that_does_not_report(live: Live) -> None:
         ({"policy": "recompute", "exact": True}, 179, 0),
     ],
 )
-def test_a_stop_string_leaves_the_report_to_the_server(update: Any, reach: float, moves: int) -> None:
-    """The engine knows nothing of stop strings: its last output, with its report, never comes."""
+def test_report_after_a_stop_string(update: Any, reach: float, moves: int) -> None:
+    """The engine does not know stop strings, so its last output with the report never arrives."""
     reply = [65] * 59 + [66] + [67] * 100
     with live_server(ScriptedEngine(reply=reply), rope_exact=True) as live:
         body = {"prompt": [5] * 120, "max_tokens": 130, "stop": ["c"], "rope_scaling": DYNAMIC, "rope_update": update}

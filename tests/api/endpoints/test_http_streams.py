@@ -1,4 +1,4 @@
-"""How exchanges end: errors before and within a stream, deadlines, keep-alives, clients that leave, draining."""
+"""Ends of exchanges: errors before and within a stream, deadlines, keep-alives, disconnects, draining."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 import pytest
 from helpers.described import description
 from helpers.eventually import in_time
-from helpers.live_server import Live, live_server, parse_events
+from helpers.live_server import Live, live_server, parse_events, server_fixture
 
 from windlass.engine.errors import (
     DeadlineError,
@@ -27,19 +27,13 @@ from windlass.engine.errors import (
 
 COMPLETION = ("/v1/completions", {"prompt": "a", "max_tokens": 100})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100})
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(deadline_slack=0.1) as live:
-        yield live
+shared = server_fixture(deadline_slack=0.1)
 
 
 @pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    shared.engine.reset()
-    yield shared
-    shared.wait(lambda: shared.state.in_flight == 0 and shared.engine.running == 0)
+def live(live: Live) -> Iterator[Live]:
+    yield live
+    live.wait(lambda: live.state.in_flight == 0 and live.engine.running == 0)
 
 
 FAILURES: list[tuple[Exception, int, str | None]] = [
@@ -88,7 +82,7 @@ def test_a_failure_of_one_of_many_prompts_ends_the_stream(live: Live) -> None:
 
 
 def refused_after(live: Live, path: str, body: dict[str, Any], timeout: float) -> float:
-    """Seconds until a request is refused that has so many."""
+    """Seconds until a request with this time limit is refused."""
     begin = time.monotonic()
     assert live.refuse(path, {**body, "timeout": timeout}, 504)["code"] == "deadline_exceeded"
     took = time.monotonic() - begin
@@ -97,7 +91,9 @@ def refused_after(live: Live, path: str, body: dict[str, Any], timeout: float) -
 
 
 def begun_and_cut(live: Live, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream whose deadline passes within it. A busy machine may let it pass before: then it has more time."""
+    """The events of a stream whose deadline passes within it. If a busy machine lets it pass before, the time limit is
+    raised.
+    """
     for timeout in (0.2, 1.0, 3.0):
         answer = live.post(path, {**body, "timeout": timeout, "stream": True})
         if answer.status_code != 504:
@@ -123,14 +119,14 @@ def test_a_deadline_before_the_first_token_of_a_stream(live: Live) -> None:
     assert live.refuse(*(CHAT[0], {**CHAT[1], "timeout": 0.1, "stream": True}), 504)["code"] == "deadline_exceeded"
 
 
-def test_the_operators_deadline_counts_where_the_request_has_none() -> None:
+def test_operator_deadline_is_the_default() -> None:
     with live_server(default_timeout=0.1, deadline_slack=0.0) as live:
         live.engine.delay = 0.05
         live.refuse(*COMPLETION, 504)
         live.complete(max_tokens=3, timeout=5)
 
 
-def test_keep_alives_while_nothing_comes() -> None:
+def test_keep_alives_during_silence() -> None:
     with live_server(stream_comment_seconds=0.1) as live:
         events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2}, live.let_go(": keep-alive", 2))
         assert events[:2] == [": keep-alive"] * 2
@@ -138,11 +134,11 @@ def test_keep_alives_while_nothing_comes() -> None:
         rest = [event for event in events[:-1] if event != ": keep-alive"]
         assert rest[0]["choices"][0]["delta"]["role"] == "assistant"
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        # Once a comment went out the status is settled, so a failure is an event.
+        # After a comment the status is sent, so a failure is an event.
         live.engine.fail_after = (0, QueueFullError("full"))
         events = live.stream(*CHAT, live.let_go(": keep-alive"))
         assert events[0] == ": keep-alive" and events[-2]["error"]["code"] == "queue_full" and events[-1] == "[DONE]"
-        # While tokens come often enough there is no need for comments. A machine with other work may hold some of them back.
+        # Frequent tokens need no comments. A busy machine may delay some of them.
         live.engine.reset()
         live.engine.delay = 0.03
         body = {"prompt": "a", "max_tokens": 10}
@@ -150,7 +146,7 @@ def test_keep_alives_while_nothing_comes() -> None:
 
 
 def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
-    """A raw connection with a request sent and not read."""
+    """A raw connection with a sent request, whose response is not read."""
     import json
 
     url = httpx.URL(live.url)
@@ -163,7 +159,7 @@ def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 20])
-def test_a_client_that_leaves_aborts_its_request(live: Live, stream: bool, prompts: int) -> None:
+def test_disconnect_aborts_the_request(live: Live, stream: bool, prompts: int) -> None:
     def leave() -> float:
         live.engine.reset()
         live.engine.delay = 0.02
@@ -181,7 +177,7 @@ def test_a_client_that_leaves_aborts_its_request(live: Live, stream: bool, promp
     in_time(leave, 0.5)
 
 
-def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
+def test_disconnect_before_the_first_token(live: Live) -> None:
     live.engine.first_delay = 300
     for stream in (False, True):
         connection = open_stream(live, "/v1/completions", {"prompt": "a", "stream": stream})
@@ -190,7 +186,7 @@ def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
         live.wait(lambda: live.engine.running == 0)
 
 
-def test_a_client_that_does_not_read_is_slowed_and_still_ended(live: Live) -> None:
+def test_slow_consumer_is_throttled_and_ended(live: Live) -> None:
     info = live.engine.info
     assert info is not None
     from dataclasses import replace
@@ -201,7 +197,7 @@ def test_a_client_that_does_not_read_is_slowed_and_still_ended(live: Live) -> No
 
     def stands_still() -> bool:
         before = live.engine.made
-        for _ in range(10):  # the server has turns in which it could take another
+        for _ in range(10):  # the server has time to accept another one
             assert live.http.get("/health").status_code == 200
         return live.engine.made == before
 
@@ -233,7 +229,7 @@ def test_abort_all_ends_streams_with_an_event_and_others_with_503(live: Live) ->
     assert len(live.engine.aborted) == 3
 
 
-def test_draining_refuses_new_work_and_lets_the_old_finish(live: Live) -> None:
+def test_draining_refuses_new_requests_and_finishes_running_ones(live: Live) -> None:
     live.engine.delay = 0.03
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(live.stream, "/v1/completions", {"prompt": "a", "max_tokens": 15})
@@ -252,7 +248,7 @@ def test_draining_refuses_new_work_and_lets_the_old_finish(live: Live) -> None:
             live.state.draining = False
 
 
-def test_an_engine_that_comes_and_goes(live: Live) -> None:
+def test_engine_states(live: Live) -> None:
     engine = live.engine
     info = engine.info
     for state in ("starting", "restarting", "failed"):
@@ -284,7 +280,7 @@ def test_an_engine_that_ends_a_stream_too_early_is_an_error(live: Live) -> None:
         del live.engine.generate
 
 
-def test_streams_side_by_side_do_not_mix(live: Live) -> None:
+def test_concurrent_streams_do_not_mix(live: Live) -> None:
     live.engine.delay = 0.001
 
     def one(number: int) -> bool:

@@ -1,17 +1,13 @@
-"""Thinking over HTTP, against a scripted engine: told apart whole and streamed, counted by tokens, chosen by requests."""
+"""Thinking over HTTP with a scripted engine: separated in complete and streamed answers, counted, selected by requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.chat_chunks import assembled
-from helpers.live_server import TEMPLATE, Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import TEMPLATE, Live, live_server, server_fixture
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.engine.sampling.logits_processor import forced_token
@@ -25,41 +21,7 @@ SWITCHED = (
     )
     + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
-
-
-def thinking_tokenizer() -> tokenizers.Tokenizer:
-    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<think>", "</think>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    info = model_info(vocab_size=425)
-    engine = ScriptedEngine(info=info)
-    with live_server(engine, template=SWITCHED, backend=thinking_tokenizer()) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(vocab_size=425)
-    return shared
-
-
-def say(live: Live, text: str, **fields: Any) -> list[int]:
-    """Have the engine generate this text."""
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-    for name, value in fields.items():
-        setattr(live.engine, name, value)
-    return ids
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+shared = server_fixture(template=SWITCHED, tokens=("<think>", "</think>"))  # special tokens are not part of the text
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
@@ -71,9 +33,10 @@ def prompt_of(live: Live) -> str:
         ("<think>\nthe answer is cut", "the answer is cut", ""),
     ],
 )
-def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
-    """Whole and streamed alike, however many tokens come at once; counted up to the closing marker."""
-    ids = say(live, text, tokens_per_output=at_once)
+def test_thinking_is_separated(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
+    """Complete and streamed, whatever the number of tokens per delta; counted up to the end marker."""
+    live.engine.tokens_per_output = at_once
+    ids = live.generate(text)
     answer = live.chat(max_tokens=100)
     message = answer["choices"][0]["message"]
     assert message["content"] == content
@@ -91,7 +54,7 @@ def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, con
 
 
 def test_continued_usage_never_counts_down(live: Live) -> None:
-    say(live, " \n\nfour")  # may open the thinking, and does not
+    live.generate(" \n\nfour")  # may start the thinking, but does not
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = live.stream(PATH, {"messages": USER, "stream_options": options})
     counts = {event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events[:-1]}
@@ -99,22 +62,22 @@ def test_continued_usage_never_counts_down(live: Live) -> None:
 
 
 def test_each_choice_has_its_own_thinking(live: Live) -> None:
-    ids = say(live, "<think>a</think>b")
+    ids = live.generate("<think>a</think>b")
     answer = live.chat(n=3)
     assert [choice["message"]["reasoning"] for choice in answer["choices"]] == ["a"] * 3
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * (len(ids) - 1)
 
 
 def test_a_prompt_that_closes_the_thinking(live: Live) -> None:
-    """Told not to think, a template may close it at once: then the answer has none."""
-    say(live, "<think>x</think>")
+    """Without thinking, a template may close it immediately: the answer has none."""
+    live.generate("<think>x</think>")
     message = live.chat(chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
-    assert prompt_of(live).endswith("<think>\n\n</think>\n\n")
+    assert live.prompt.endswith("<think>\n\n</think>\n\n")
     assert message["content"] == "<think>x</think>" and "reasoning" not in message
 
 
 def test_a_message_continued_inside_its_thinking(live: Live) -> None:
-    say(live, " more</think>done")
+    live.generate(" more</think>done")
     messages = [*USER, {"role": "assistant", "content": "<think>some"}]
     message = live.chat(messages=messages, continue_final_message=True)["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("more", "done")
@@ -133,10 +96,10 @@ def test_a_message_continued_inside_its_thinking(live: Live) -> None:
 )
 def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], begin: str) -> None:
     live.chat(**fields)
-    assert prompt_of(live).startswith(begin)
+    assert live.prompt.startswith(begin)
 
 
-def test_an_effort_that_is_none(live: Live) -> None:
+def test_unknown_effort_is_refused(live: Live) -> None:
     error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
     assert error["param"] == "reasoning_effort"
 
@@ -144,23 +107,23 @@ def test_an_effort_that_is_none(live: Live) -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_earlier_thinking_reaches_the_template(live: Live, name: str) -> None:
     live.chat(messages=[*USER, {"role": "assistant", "content": "4", name: "two and two"}, *USER])
-    assert "[assistant](two and two)4" in prompt_of(live)
+    assert "[assistant](two and two)4" in live.prompt
 
 
 def test_a_model_without_thinking() -> None:
     with live_server() as live:
-        say(live, "<think>a</think>b")
+        live.generate("<think>a</think>b")
         answer = live.chat()
         assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
         assert "completion_tokens_details" not in answer["usage"]
-        live.chat(reasoning_effort="none")  # nothing is asked for
+        live.chat(reasoning_effort="none")  # no budget is requested
         error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "low"})
         assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
 
 
 def test_a_parser_that_the_operator_names() -> None:
     with live_server(reasoning_parser="deepseek_r1") as live:
-        say(live, "a</think>b")  # text markers: the toy tokenizer has no tokens for them
+        live.generate("a</think>b")  # text markers: the toy tokenizer has no tokens for them
         message = live.chat()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("a", "b")
 
@@ -180,7 +143,7 @@ def test_a_budget_reaches_the_engine(live: Live, fields: dict[str, Any], opening
 
 
 def test_a_budget_whose_markers_are_words() -> None:
-    """They are forced as the template spells them; every other spelling opens or ends the thinking as well."""
+    """They are forced in the template's spelling; every other spelling also starts or ends the thinking."""
     with live_server(reasoning_parser="granite", template=TEMPLATE + "{# Here is my response: #}") as live:
         live.chat(thinking_budget=7)
         budget = live.engine.requests[-1].sampling.thinking
@@ -198,7 +161,7 @@ def test_a_budget_whose_markers_are_words() -> None:
             assert forced_token(replace(budget, tokens=2), [*output, *ids("so it")[:2]], 0) == budget.close[0]
 
 
-def test_a_budget_where_nothing_is_thought(live: Live) -> None:
+def test_budget_without_thinking(live: Live) -> None:
     live.chat(thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
     assert live.engine.requests[-1].sampling.thinking is None
     live.chat()
@@ -207,7 +170,7 @@ def test_a_budget_where_nothing_is_thought(live: Live) -> None:
 
 
 @pytest.mark.parametrize("parser, reason", [("none", "does not separate thinking")])
-def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
+def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
         assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Bodies in chunks, over real sockets: however small the chunks are, a turn of the event loop reads only a few of them."""
+"""Chunked bodies over real sockets: a turn of the event loop reads only a few chunks, however small they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import Connect, connector, read_answer, request, until_closed
 
 from windlass.server.config.api_keys import ApiKey
-from windlass.server.http.connections import MANY_CHUNKS, MAX_DISCARDED_CHUNKS, PIECES_PER_TURN, TINY_CHUNK
+from windlass.server.http.connection_limits import MANY_CHUNKS, MAX_DISCARDED_CHUNKS, PIECES_PER_TURN, TINY_CHUNK
 
 TINY = b"1\r\nx\r\n"
 
@@ -26,7 +26,7 @@ def connect() -> Iterator[Connect]:
 
 
 class Turns:
-    """Counts the pieces of bodies that are read in each turn of a server's event loop."""
+    """Counts the pieces of bodies that a server reads in each turn of its event loop."""
 
     def __init__(self, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pieces: Counter[int] = Counter()
@@ -61,7 +61,7 @@ def pieces_of(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, monkeypatch, caplog):
+def test_tiny_chunks_are_paced_and_refused(connect, monkeypatch, caplog):
     with live_server() as live:
         turns = Turns(live, monkeypatch)
         connection = connect(live.url)
@@ -73,7 +73,7 @@ def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, m
         assert "tiny chunks was refused" in caplog.text and "Invalid HTTP" not in caplog.text
 
 
-def test_after_an_answer_little_is_read_of_a_body_that_nobody_wants(connect, monkeypatch):
+def test_little_of_an_unused_body_is_read_after_the_response(connect, monkeypatch):
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         turns = Turns(live, monkeypatch)
         connection = connect(live.url)
@@ -85,7 +85,7 @@ def test_after_an_answer_little_is_read_of_a_body_that_nobody_wants(connect, mon
         assert turns.pieces.total() <= MAX_DISCARDED_CHUNKS + 1
 
 
-def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
+def test_a_short_unused_rest_keeps_the_connection_open(connect):
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         connection = connect(live.url)
         connection.sendall(chunked("/v1/completions", ()))
@@ -94,8 +94,8 @@ def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_an_unwanted_body_in_ordinary_chunks_is_read_to_its_end(connect):
-    """Its client may read its answer only then."""
+def test_an_unused_body_in_ordinary_chunks_is_read_completely(connect):
+    """Its client may read its response only then."""
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         connection = connect(live.url)
         body = chunked("/v1/completions", [b"x" * 4096] * 200, "authorization: Bearer wrong")
@@ -108,7 +108,7 @@ def test_an_unwanted_body_in_ordinary_chunks_is_read_to_its_end(connect):
     ("padding", "size"),
     [(0, 1), (MANY_CHUNKS * 5, 6), (MANY_CHUNKS * TINY_CHUNK * 2, TINY_CHUNK + 1), (2_000_000, 16_384)],
 )
-def test_bodies_in_chunks_are_read_whole_and_the_next_request_follows(connect, padding, size):
+def test_chunked_bodies_are_complete_and_the_next_request_follows(connect, padding, size):
     with live_server() as live:
         connection = connect(live.url)
         body = json.dumps({"prompt": "hello", "max_tokens": 4}).encode()
@@ -121,8 +121,8 @@ def test_bodies_in_chunks_are_read_whole_and_the_next_request_follows(connect, p
             assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_body_behind_another_request_is_paced_too(connect, monkeypatch):
-    """It waits in the parser while the first is answered."""
+def test_a_pipelined_body_is_paced(connect, monkeypatch):
+    """It waits in the parser while the first request is running."""
     with live_server() as live:
         turns = Turns(live, monkeypatch)
         connection = connect(live.url)

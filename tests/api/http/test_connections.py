@@ -1,15 +1,19 @@
-"""Bounds on connections, over real sockets: who is let in, who keeps the server waiting, who is left alone."""
+"""Connection limits over real sockets: admission, timeouts, eviction, and connections that must not be cut."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 from helpers.live_server import Live, live_server
 from helpers.raw_client import (
@@ -24,9 +28,8 @@ from helpers.raw_client import (
     wait_for,
 )
 
-from windlass.server.config.settings import ConnectionSettings, client_network
-from windlass.server.http.connections import ConnectionRegistry
-from windlass.server.http.logs import LOG_INTERVAL_SECONDS, RateLimitedLogger
+from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings, client_network
+from windlass.server.http.server import HttpServer
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}
@@ -53,8 +56,8 @@ def status_and_error(answer: bytes) -> tuple[int, dict[str, str]]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
-# ---- requests that do not come -----------------------------------------------------------------------------------------
-def test_a_connection_that_sends_nothing_is_closed_and_half_a_head_gets_408(connect):
+# ---- timeouts of requests ----------------------------------------------------------------------------------------------
+def test_silent_connections_are_closed_and_partial_heads_get_408(connect):
     with live_server(connections=settings(header_seconds=0.3)) as live:
         silent, half, dripping = (connect(live.url) for _ in range(3))
         half.sendall(HEALTH[:-2])
@@ -72,10 +75,10 @@ def test_a_connection_that_sends_nothing_is_closed_and_half_a_head_gets_408(conn
             assert (status, error["code"], error["type"]) == (408, "header_timeout", "invalid_request_error")
 
 
-def test_a_further_request_of_a_connection_has_the_same_time(connect):
+def test_later_requests_have_the_same_header_timeout(connect):
     with live_server(connections=settings(header_seconds=0.3, idle_seconds=30.0)) as live:
         connection = connect(live.url)
-        for _ in range(2):  # resting between requests is another matter
+        for _ in range(2):  # idle time has a limit of its own
             connection.sendall(HEALTH)
             assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
             time.sleep(0.6)
@@ -84,14 +87,14 @@ def test_a_further_request_of_a_connection_has_the_same_time(connect):
         assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_that_rests_is_closed(connect):
+def test_an_idle_connection_is_closed(connect):
     with live_server(connections=settings(idle_seconds=0.3)) as live:
         connection = connect(live.url)
         connection.sendall(HEALTH)
         assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_body_that_nobody_waits_for_does_not_keep_a_connection(connect):
+def test_an_unused_body_does_not_keep_a_connection_open(connect):
     with live_server(connections=settings(idle_seconds=0.4)) as live:
         connection = connect(live.url)
         connection.sendall(b"POST /no/such/path HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
@@ -104,7 +107,7 @@ def test_a_body_that_nobody_waits_for_does_not_keep_a_connection(connect):
         assert time.monotonic() - begin < 5.0
 
 
-def test_a_body_that_turns_bad_after_its_answer_is_no_defect(connect, caplog):
+def test_a_malformed_body_after_its_response_is_not_logged_as_an_error(connect, caplog):
     with live_server() as live:
         connection = connect(live.url)
         connection.sendall(b"POST /no/such/path HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -114,9 +117,9 @@ def test_a_body_that_turns_bad_after_its_answer_is_no_defect(connect, caplog):
     assert all(record.exc_info is None for record in caplog.records)
 
 
-# ---- what must not be cut ----------------------------------------------------------------------------------------------
+# ---- connections that stay open -----------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_work_that_takes_longer_than_every_timeout_is_left_alone():
+def test_running_requests_are_not_subject_to_connection_timeouts():
     bounds = settings(header_seconds=0.7, idle_seconds=0.2, write_seconds=0.2)
     with live_server(connections=bounds, stream_comment_seconds=0.0) as live:
         live.engine.first_delay = 1.0
@@ -126,7 +129,7 @@ def test_work_that_takes_longer_than_every_timeout_is_left_alone():
         assert events[-1] == "[DONE]" and len(events) > 2
 
 
-def test_a_slow_but_steady_upload_is_taken(connect):
+def test_a_slow_but_steady_upload_succeeds(connect):
     bounds = settings(header_seconds=0.7, idle_seconds=0.2, write_seconds=0.2)
     with live_server(connections=bounds, body_stall_seconds=5.0) as live:
         connection = connect(live.url)
@@ -140,15 +143,15 @@ def test_a_slow_but_steady_upload_is_taken(connect):
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_pipelined_requests_are_answered_each(connect):
+def test_pipelined_requests_all_get_responses(connect):
     with live_server(connections=settings(header_seconds=0.3, idle_seconds=0.3)) as live:
         connection = connect(live.url)
         connection.sendall(HEALTH * 3)
         assert until_closed(connection).count(b"HTTP/1.1 200 ") == 3
 
 
-# ---- places ------------------------------------------------------------------------------------------------------------
-def test_an_address_holds_so_many_connections_and_a_proxy_any_number(connect):
+# ---- admission ---------------------------------------------------------------------------------------------------------
+def test_connections_per_address_are_limited_except_for_proxies(connect):
     with (
         live_server(connections=settings(max_per_address=5, header_seconds=300.0)) as live,
         crowd(live.url, 5, "127.0.0.2") as held,
@@ -164,43 +167,43 @@ def test_an_address_holds_so_many_connections_and_a_proxy_any_number(connect):
         wait_for(lambda: answers_health(live.url, "127.0.0.2"))
 
 
-def test_half_open_connections_lock_nobody_out():
+def test_half_open_connections_do_not_lock_out_clients():
     with (
         live_server(connections=settings(max_connections=20, header_seconds=300.0)) as live,
         crowd(live.url, 60, "127.0.0.1") as held,
     ):
         for _ in range(30):
             assert answers_health(live.url, "127.0.0.2")
-        wait_for(lambda: not any(map(is_open, held[:40])))  # those that waited longest lost their places
+        wait_for(lambda: not any(map(is_open, held[:40])))  # the oldest were evicted
 
 
-def test_resting_connections_lose_their_places_before_anybody_is_refused(connect):
+def test_idle_connections_are_evicted_before_any_is_refused(connect):
     with live_server(connections=settings(max_connections=4)) as live:
-        resting = [connect(live.url) for _ in range(4)]
-        for connection in resting:
+        idle = [connect(live.url) for _ in range(4)]
+        for connection in idle:
             connection.sendall(HEALTH)
             assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
         assert answers_health(live.url, "127.0.0.2")
-        assert until_closed(resting[0]) == b""
-        assert all(map(is_open, resting[1:]))
+        assert until_closed(idle[0]) == b""
+        assert all(map(is_open, idle[1:]))
 
 
-def test_an_answer_on_its_way_is_not_cut_for_a_newcomer(connect):
-    """All of it is written, but not all is taken yet; the place is not given away until it is."""
+def test_a_connection_with_unsent_data_is_not_evicted(connect):
+    """The response is written but not completely read; until then its connection is not evicted."""
     with live_server(connections=settings(max_connections=2)) as live:
         slow = connect(live.url, receive_buffer=4096)
         body = {"prompt": "hello world " * 4000}
         slow.sendall(request("/tokenize", body))
         wait_for(lambda: any(each.bytes_pending for each in live.registry._clients))
-        for number in range(4):  # one other place, and a newcomer each time
-            newcomer = connect(live.url, f"127.0.0.{number + 2}")
-            newcomer.sendall(HEALTH)
-            read_answer(newcomer)
+        for number in range(4):  # one other connection fits, which is new each time
+            new = connect(live.url, f"127.0.0.{number + 2}")
+            new.sendall(HEALTH)
+            read_answer(new)
         answer = read_answer(slow)
         assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"}")
 
 
-def test_what_is_no_http_is_said_once(connect, caplog):
+def test_malformed_requests_are_logged_once(connect, caplog):
     with live_server() as live:
         for _ in range(15):
             connection = connect(live.url)
@@ -215,7 +218,7 @@ def test_what_is_no_http_is_said_once(connect, caplog):
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
-def test_where_all_are_at_work_the_next_gets_503(connect):
+def test_a_new_connection_gets_503_if_all_are_busy(connect):
     with live_server(connections=settings(max_connections=3)) as live:
         live.engine.first_delay = 300.0
         busy = [connect(live.url) for _ in range(3)]
@@ -234,7 +237,7 @@ def test_where_all_are_at_work_the_next_gets_503(connect):
 
 # ---- clients that do not read ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole answer"])
-def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, stream):
+def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(connect, stream):
     with live_server(connections=settings(write_seconds=0.5)) as live:
         with_long_context(live)
         connection = connect(live.url, receive_buffer=4096)
@@ -245,7 +248,7 @@ def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, s
             tokens = {"tokens": [65] * 1_000_000}
             connection.sendall(request("/detokenize", tokens))
         wait_for(lambda: len(live.registry) == 0, 60.0)
-        wait_for(lambda: live.state.in_flight == 0)  # the request's own task hears of it in the next turn of the loop
+        wait_for(lambda: live.state.in_flight == 0)  # the request's task notices it in the next turn of the loop
         assert live.engine.running == 0
         if stream:
             assert len(live.engine.aborted) == 1
@@ -253,7 +256,7 @@ def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, s
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_slowly_is_kept(connect):
+def test_a_client_that_reads_slowly_stays_connected(connect):
     with live_server(connections=settings(write_seconds=3.0)) as live:
         with_long_context(live)
         connection = connect(live.url, receive_buffer=16384)
@@ -267,24 +270,11 @@ def test_a_client_that_reads_slowly_is_kept(connect):
         wait_for(lambda: live.engine.running == 0)
 
 
-# ---- the parts ---------------------------------------------------------------------------------------------------------
-def test_on_whose_account_a_connection_goes():
+# ---- units -------------------------------------------------------------------------------------------------------------
+def test_client_networks():
     assert client_network("10.0.0.1") == "10.0.0.1" == client_network("::ffff:10.0.0.1")
     assert client_network("2001:db8::1") == client_network("2001:db8::ffff:1") != client_network("2001:db8:0:1::1")
     assert client_network("fe80::1%eth0") == "fe80::/64"
-
-
-def test_a_line_is_said_once_a_minute_with_a_count(caplog):
-    now = 100.0
-    said = RateLimitedLogger(logging.getLogger("occasional"), logging.WARNING, clock=lambda: now)
-    for _ in range(1000):
-        said.log("it happened")
-    now += LOG_INTERVAL_SECONDS
-    said.log("it happened")
-    assert [record.getMessage() for record in caplog.records] == [
-        "it happened",
-        "it happened (1000 times since this was said last)",
-    ]
 
 
 class Fake:
@@ -302,7 +292,7 @@ class Fake:
         self.ends.append("aborted")
 
 
-def test_a_flood_from_one_address_washes_away_itself_only():
+def test_a_flood_from_one_address_evicts_only_its_own_connections():
     connections = ConnectionRegistry(settings(max_connections=3))
     quiet, busy, flood = Fake(), Fake(), [Fake() for _ in range(5)]
     connections.add(quiet, "10.0.0.1")  # the oldest of all
@@ -312,11 +302,11 @@ def test_a_flood_from_one_address_washes_away_itself_only():
         assert connections.refuse("10.0.0.2") is None
         connections.add(connection, "10.0.0.2")
     assert [fake.ends for fake in (quiet, busy, *flood)] == [[], [], *[["aborted"]] * 4, []]
-    assert connections.refuse("10.0.0.3") is None  # with nothing of its own that waits
+    assert connections.refuse("10.0.0.3") is None  # without waiting connections of its own
     assert quiet.ends == ["aborted"] and len(connections) == 2
 
 
-def test_times_are_counted_from_what_began_last():
+def test_timeouts_start_at_the_latest_event():
     now = 0.0
     bounds = settings(header_seconds=10.0, idle_seconds=75.0, write_seconds=60.0)
     connections = ConnectionRegistry(bounds, clock=lambda: now)
@@ -341,8 +331,54 @@ def test_times_are_counted_from_what_began_last():
     connections.sweep()
     assert two.ends == ["aborted"]
     connections.remove(two)
-    connections.mark_idle(two)  # said by a connection that was forgotten
+    connections.mark_idle(two)  # called by a removed connection
     connections.mark_awaiting_head(two)
     now = 2000.0
     connections.sweep()
     assert two.ends == ["aborted"] and len(connections) == 0
+
+
+# ---- handover to another server ---------------------------------------------------------------------------------------
+def test_a_retired_server_announces_that_connections_close() -> None:
+    async def main() -> None:
+        half, retired = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            """Half an answer, and once the server has retired the rest."""
+            if scope["type"] != "http":
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            half.set()
+            await retired.wait()
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        held = listener.dup()  # another server accepts later
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = HttpServer(app, listener, ConnectionSettings(), max_header_bytes=65536)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(limits=limits, timeout=10) as client:
+            begun = asyncio.create_task(client.get(url))
+            await asyncio.wait_for(half.wait(), 30)
+            server.retire()
+            retired.set()
+            first = await begun
+            again = await client.get(url)  # over the same connection: no other is accepted
+            assert (first.text, again.text) == ("halfwhole", "halfwhole")
+            assert "connection" not in first.headers and again.headers["connection"] == "close"
+            await asyncio.sleep(1.2)  # uvicorn has renewed its headers
+            assert len(server.registry) == 0
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get(url, timeout=httpx.Timeout(10, read=0.3))  # it is in the listener's queue
+        accepted, _ = held.accept()
+        assert accepted.recv(4) == b"GET "
+        accepted.close()
+        held.close()
+        await server.stop(1)
+        await serving
+
+    asyncio.run(main())

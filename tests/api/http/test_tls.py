@@ -1,4 +1,4 @@
-"""HTTPS: answers and streams, handshakes that never end, files that do not fit."""
+"""HTTPS: responses and streams, unfinished handshakes, unusable files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
-from windlass.server.config.settings import ConnectionSettings
+from windlass.server.http.connection_limits import ConnectionSettings
 from windlass.server.http.listener import READ_BYTES, make_tls_context
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
@@ -62,7 +62,7 @@ def trusting(files: Files) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(files.cert))
 
 
-def test_answers_and_streams(live: Live, files: Files) -> None:
+def test_responses_and_streams(live: Live, files: Files) -> None:
     with httpx.Client(base_url=live.url, verify=trusting(files), timeout=30) as client:
         assert client.get("/health").status_code == 200
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
@@ -86,13 +86,13 @@ def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
         assert len(protocol._ssl_buffer) == READ_BYTES
 
 
-def test_what_is_no_handshake_counts_and_ends(live: Live, files: Files) -> None:
+def test_connections_without_a_handshake_are_counted_and_closed(live: Live, files: Files) -> None:
     wait_for(lambda: len(live.registry) == 0)
     port = httpx.URL(live.url).port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
     try:
         wait_for(lambda: len(live.registry) == 6)
-        # All places are taken by half-open ones: one of them goes for whoever comes now.
+        # All connections are half-open: one of them is evicted for a new one.
         assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
         begin = time.monotonic()
         for one in silent:
@@ -121,8 +121,8 @@ def client_hello(files: Files) -> bytes:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello and no more"])
-def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share: float) -> None:
-    """Also one that says a byte now and then: the time is that of the first request's head, from the beginning."""
+def test_a_stalled_handshake_is_counted_and_times_out(files: Files, share: float) -> None:
+    """Also one that sends a byte now and then: the timeout is that of the first request's head, from the start."""
     bounds = ConnectionSettings(header_seconds=1.0, max_connections=8, max_per_address=3)
     hello = client_hello(files)
     begun = hello[: int(share * len(hello))]
@@ -134,7 +134,7 @@ def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share:
                 one.sendall(begun)
                 one.settimeout(20)
             wait_for(lambda: len(live.registry) == 3)
-            with socket.create_connection(("127.0.0.1", port)) as another:  # the address has all that it may have
+            with socket.create_connection(("127.0.0.1", port)) as another:  # the address has reached its limit
                 another.settimeout(20)
                 with contextlib.suppress(ConnectionResetError):
                     assert another.recv(1) == b""
@@ -154,7 +154,7 @@ def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share:
         assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
 
 
-def test_clients_show_a_certificate_where_they_are_asked_for_one(files: Files) -> None:
+def test_client_certificates(files: Files) -> None:
     with live_server(tls=make_tls_context(files.cert, files.key, ca_certs=files.cert)) as live:
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10)
@@ -170,15 +170,15 @@ def test_a_key_with_a_password(files: Files) -> None:
             make_tls_context(files.cert, files.locked, password)
 
 
-def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
+def test_unusable_files_are_named(files: Files, tmp_path: Path) -> None:
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_bytes(b"\0nonsense")
     for arguments, named in (
         ((files.cert, files.other), "--ssl-keyfile"),
         ((files.cert, None), "--ssl-keyfile"),
         ((nonsense, files.key), "--ssl-certfile"),
-        ((tmp_path / "none.pem", files.key), "--ssl-certfile .* is no file"),
-        ((files.cert, tmp_path), "--ssl-keyfile .* is no file"),
+        ((tmp_path / "none.pem", files.key), "--ssl-certfile .* is not a file"),
+        ((files.cert, tmp_path), "--ssl-keyfile .* is not a file"),
         ((files.cert, files.key, None, nonsense), "--ssl-ca-certs"),
     ):
         with pytest.raises(LoadError, match=named) as caught:

@@ -1,4 +1,4 @@
-"""Each defect a server can have with rotary positions is found by the check that asks for it; a right server holds."""
+"""Conformance checks of rotary positions: each defect is found by its check, and a correct server passes all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +37,10 @@ DIM = 16
 
 
 class Faulty:
-    """One layer of rotary attention over letters, its base growing with the length past TRAINED, with one defect.
+    """A server with one layer of rotary attention over letters, whose base grows with the length above TRAINED.
 
-    It streams. "queued" answers one request at a time, "silent" reports no prefix hit, "texts" has no
-    log-probabilities: no defects, but what a check must notice all the same. `fixed`: the base does not grow.
+    traits: its defects, and properties that a check must notice: "queued" (one request at a time), "silent" (reports no
+    prefix hits), "texts" (no log-probabilities). fixed: the base does not grow.
     """
 
     def __init__(self, *traits: str, fixed: bool = False) -> None:
@@ -138,14 +138,27 @@ def event(part: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(part)}\n\n".encode()
 
 
+def client_of(
+    answer: Callable[[httpx.Request], httpx.Response], timeout: float = 10, **options: Any
+) -> ConformanceClient:
+    """A client of a server that is a function."""
+    return ConformanceClient(
+        "http://letters", None, None, timeout, httpx.Client(transport=httpx.MockTransport(answer)), **options
+    )
+
+
+def models(request: httpx.Request, **card: Any) -> httpx.Response | None:
+    """The list of models, None for another request."""
+    return httpx.Response(200, json={"data": [{"id": "m", **card}]}) if request.url.path.endswith("/models") else None
+
+
 def run(*traits: str, only: tuple[str, ...] = ()) -> dict[str, CheckResult]:
-    client = httpx.Client(transport=httpx.MockTransport(Faulty(*traits).answer))
-    asker = ConformanceClient("http://letters", None, None, 10, client)
-    suite = ConformanceSuite(asker, TRAINED, asker.context(), tolerance=1e-6)
+    client = client_of(Faulty(*traits).answer)
+    suite = ConformanceSuite(client, TRAINED, client.context(), tolerance=1e-6)
     return {result.name: result for result in suite.run([one for one in CHECKS if not only or one[0] in only])}
 
 
-def test_a_right_server_holds() -> None:
+def test_correct_server_passes_all_checks() -> None:
     results = run(only=tuple(one[0] for one in CHECKS[:-1]))
     verdicts = {name: result.verdict for name, result in results.items()}
     assert verdicts == dict.fromkeys(results, "holds")
@@ -171,50 +184,44 @@ def test_each_defect_is_found_by_its_check(defect: str, check: str) -> None:
     assert (results[check].effect or 0) > 0.01
     assert exit_status(list(results.values())) == 1
     if defect in ("stale", "switch", "neighbour"):
-        assert results["continued"].verdict == "holds", "within the trained length nothing differs"
+        assert results["continued"].verdict == "holds", "there is no difference within the trained length"
     assert "differs" in to_markdown("here", "letters", list(results.values()))
 
 
-def test_a_text_is_as_long_as_was_asked_for() -> None:
-    """Whatever the draw: a letter a token here, so words are of one to eight tokens."""
+def test_texts_have_the_requested_length() -> None:
+    """Each letter is a token, so that words have one to eight tokens."""
     lengths = []
     for seed in range(40):
-        asker = ConformanceClient(
-            "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
-        )
-        lengths.append(len(ConformanceSuite(asker, TRAINED, 1024, 1e-6, seed).prompt(700)))
+        client = client_of(Faulty().answer)
+        lengths.append(len(ConformanceSuite(client, TRAINED, 1024, 1e-6, seed).prompt(700)))
     assert all(abs(length - 700) < 20 for length in lengths), lengths
 
 
-def test_coarse_angles_are_found_where_they_are_far() -> None:
-    """Whatever the texts: a check that finds them in some only would find them by luck."""
+def test_coarse_angles_are_found_at_far_positions() -> None:
+    """Independent of the random texts."""
     for seed in range(12):
-        right, coarse = (ask_far(Faulty(*traits, fixed=True), seed) for traits in ((), ("coarse",)))
+        right, coarse = (run_far(Faulty(*traits, fixed=True), seed) for traits in ((), ("coarse",)))
         assert right.verdict != "differs" and coarse.verdict == "differs", (right, coarse)
-    assert ask_far(Faulty(fixed=True), 0).verdict == "holds"
+    assert run_far(Faulty(fixed=True), 0).verdict == "holds"
 
 
-def ask_far(server: Faulty, seed: int) -> CheckResult:
-    asker = ConformanceClient(
-        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(server.answer))
-    )
-    suite = ConformanceSuite(asker, TRAINED, 1024, tolerance=0.03, seed=seed, far_len=900)
+def run_far(server: Faulty, seed: int) -> CheckResult:
+    client = client_of(server.answer)
+    suite = ConformanceSuite(client, TRAINED, 1024, tolerance=0.03, seed=seed, far_len=900)
     (found,) = suite.run([one for one in CHECKS if one[0] == "far"])
     return found
 
 
-def test_far_angles_are_not_shown_where_nothing_would_tell() -> None:
+def test_far_check_is_inconclusive_for_insensitive_models() -> None:
     blind = Faulty(fixed=True)
-    blind.embedding[:] = 0.0  # no answer depends on anything
-    found = ask_far(blind, 0)
+    blind.embedding[:] = 0.0  # responses do not depend on the prompt
+    found = run_far(blind, 0)
     assert found.verdict == "not shown" and "order of words" in found.detail
 
 
-def test_what_may_be_harmless_is_neither_held_nor_found() -> None:
+def test_small_differences_are_inconclusive() -> None:
     suite = ConformanceSuite(
-        ConformanceClient(
-            "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
-        ),
+        client_of(Faulty().answer),
         TRAINED,
         1024,
         tolerance=0.05,
@@ -225,43 +232,39 @@ def test_what_may_be_harmless_is_neither_held_nor_found() -> None:
     assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "differs"]
 
 
-def test_a_context_that_is_too_short_is_told() -> None:
-    asker = ConformanceClient(
-        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
-    )
+def test_too_short_context_is_reported() -> None:
+    client = client_of(Faulty().answer)
     results = {
-        one.name: one for one in ConformanceSuite(asker, 900, asker.context(), 1e-6).run(CHECKS[1:2] + CHECKS[-1:])
+        one.name: one for one in ConformanceSuite(client, 900, client.context(), 1e-6).run(CHECKS[1:2] + CHECKS[-1:])
     }
     assert {one.verdict for one in results.values()} == {"not askable"}
     assert results["far"].detail.startswith("context 1024")
     assert exit_status(list(results.values())) == 2
 
 
-def test_what_was_not_seen_to_come_about_is_not_said_to_hold() -> None:
+def test_unobserved_cases_are_inconclusive() -> None:
     queued = run("queued", only=("neighbour", "together", "prefix"))
     assert [one.verdict for one in queued.values()] == ["not shown", "not shown", "holds"]
     silent = run("silent", only=("continued", "prefix", "stale"))
     assert [one.verdict for one in silent.values()] == ["holds", "not shown", "not shown"]
     assert "no prefix hit" in silent["stale"].detail
-    assert run("silent", "turns", only=("stale",))["stale"].verdict == "differs", "what differs differs all the same"
+    assert run("silent", "turns", only=("stale",))["stale"].verdict == "differs", "without prefix hits, too"
     assert exit_status([queued["neighbour"]]) == 2
 
 
-def test_keys_that_an_earlier_run_left_show_nothing() -> None:
-    client = httpx.Client(transport=httpx.MockTransport(Faulty("again").answer))
+def test_keys_cached_by_an_earlier_run_are_inconclusive() -> None:
+    server = Faulty("again")
     stale = [one for one in CHECKS if one[0] == "stale"]
     verdicts = []
     for seed in (0, 0, 1):
-        (found,) = ConformanceSuite(
-            ConformanceClient("http://letters", None, None, 10, client), TRAINED, 1024, 1e-6, seed
-        ).run(stale)
+        (found,) = ConformanceSuite(client_of(server.answer), TRAINED, 1024, 1e-6, seed).run(stale)
         verdicts.append(found.verdict)
         if len(verdicts) == 2:
             assert "--seed" in found.detail
     assert verdicts == ["holds", "not shown", "holds"]
 
 
-def test_where_only_texts_can_be_compared_many_other_tokens_differ() -> None:
+def test_texts_are_compared_without_log_probabilities() -> None:
     right = run("texts")
     assert {name: one.verdict for name, one in right.items()} == dict.fromkeys(right, "holds") | {"far": "not askable"}
     assert all(one.effect is None for one in right.values())
@@ -269,11 +272,9 @@ def test_where_only_texts_can_be_compared_many_other_tokens_differ() -> None:
     assert wrong.verdict == "differs" and f"{wrong.parted} of {wrong.compared}" in wrong.detail
 
 
-def test_a_few_other_tokens_may_be_near_ties() -> None:
-    asker = ConformanceClient(
-        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty("texts").answer))
-    )
-    suite = ConformanceSuite(asker, TRAINED, 1024, 1e-6)
+def test_few_different_tokens_are_inconclusive() -> None:
+    client = client_of(Faulty("texts").answer)
+    suite = ConformanceSuite(client, TRAINED, 1024, 1e-6)
     found = [
         ("one", "?", lambda suite, parted=parted: CheckOutcome(Agreement(0.0, 20, parted), ""))
         for parted in (0, 2, 4, 5)
@@ -281,11 +282,8 @@ def test_a_few_other_tokens_may_be_near_ties() -> None:
     assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "not shown", "differs"]
 
 
-def test_the_time_of_a_run_is_bounded() -> None:
-    client = httpx.Client(transport=httpx.MockTransport(Faulty().answer))
-    suite = ConformanceSuite(
-        ConformanceClient("http://letters", None, None, 10, client, time_limit=1.0), TRAINED, 1024, 1e-6
-    )
+def test_time_limit_of_a_run() -> None:
+    suite = ConformanceSuite(client_of(Faulty().answer, time_limit=1.0), TRAINED, 1024, 1e-6)
 
     def slow(suite: ConformanceSuite) -> CheckOutcome:
         time.sleep(1.0)
@@ -296,48 +294,48 @@ def test_the_time_of_a_run_is_bounded() -> None:
     assert all(one.verdict == "not askable" and "--time-limit" in one.detail for one in rest)
 
 
-def test_an_answer_without_end_is_left() -> None:
+def test_endless_response_times_out() -> None:
     def drip() -> Iterator[bytes]:
         while True:
             time.sleep(0.01)
             yield event({"choices": [{"text": "a", "logprobs": None}]})
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if listed := models(request):
+            return listed
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=drip())
 
-    asker = ConformanceClient("http://m", None, None, 0.2, httpx.Client(transport=httpx.MockTransport(answer)))
+    client = client_of(answer, timeout=0.2)
     with pytest.raises(CheckUnavailableError, match="--timeout"):
-        asker.ask("a", 1)
+        client.ask("a", 1)
 
 
 @pytest.mark.parametrize("kind", ["comments", "whole", "error"])
-def test_what_trickles_is_left_when_the_time_is_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trickling_responses_time_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(conformance_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def trickle() -> Iterator[bytes]:
-        for _ in range(100):  # a second each
+        for _ in range(100):  # one second each
             now[0] += 1.0
             yield b": still here\n\n" if kind == "comments" else b" "
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if listed := models(request):
+            return listed
         headers = {"content-type": "text/event-stream"} if kind == "comments" else {}
         return httpx.Response(500 if kind == "error" else 200, headers=headers, content=trickle())
 
-    asker = ConformanceClient("http://m", None, None, 5, httpx.Client(transport=httpx.MockTransport(answer)))
+    client = client_of(answer, timeout=5)
     with pytest.raises(CheckUnavailableError, match="--timeout"):
-        asker.ask("a", 1)
+        client.ask("a", 1)
     assert now[0] == 6.0
-    asker = ConformanceClient("http://m", None, None, 50, asker._http, time_limit=8)
+    client = client_of(answer, timeout=50, time_limit=8)
     with pytest.raises(CheckUnavailableError, match="--time-limit"):
-        asker.ask("a", 1)
+        client.ask("a", 1)
 
 
-def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
+def test_results_are_reported_before_the_error_of_an_absent_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = Faulty()
@@ -366,7 +364,7 @@ def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
     )
 
 
-def test_a_report_that_cannot_be_written_is_one_line(
+def test_unwritable_report_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report, client = tmp_path / "found.md", httpx.Client(transport=httpx.MockTransport(Faulty().answer))
@@ -391,47 +389,43 @@ def test_a_report_that_cannot_be_written_is_one_line(
         ({}, None, None),
     ],
 )
-def test_lengths_are_those_that_the_list_of_models_tells(
-    card: dict[str, Any], trained: int | None, context: int | None
-) -> None:
+def test_lengths_from_the_list_of_models(card: dict[str, Any], trained: int | None, context: int | None) -> None:
     reply = httpx.Response(200, json={"data": [{"id": "m", **card}]})
-    asker = ConformanceClient(
-        "http://m", None, None, 10, httpx.Client(transport=httpx.MockTransport(lambda request: reply))
-    )
-    assert (asker.trained(), asker.context()) == (trained, context)
+    client = client_of(lambda request: reply)
+    assert (client.trained(), client.context()) == (trained, context)
 
 
-def test_distance_bounds_what_only_one_list_has() -> None:
+def test_distance_of_tokens_in_one_list_only() -> None:
     one, other = Step("a", {"a": -0.1, "b": -3.0}), Step("a", {"a": -0.2, "c": -2.5})
     assert distance(one, other) == pytest.approx(0.5)  # c is at most -3.0 in the first list
     assert distance(one, one) == 0
 
 
 @pytest.mark.parametrize("given", ["NaN", "Infinity", "-Infinity"])
-def test_log_probabilities_that_are_no_numbers_are_not_compared(given: str) -> None:
+def test_non_finite_log_probabilities_are_refused(given: str) -> None:
     part = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": json.loads(given)}]}}]}
     with pytest.raises(CheckUnavailableError, match="finite"):
         AnswerParser().part(part, 0.0)
 
 
-def test_a_refused_field_is_left_out_and_without_log_probabilities_texts_are_read() -> None:
+def test_refused_fields_are_omitted_and_texts_compared() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if listed := models(request):
+            return listed
         seen.append(json.loads(request.content))
         if "cache_salt" in seen[-1]:
             return httpx.Response(400, json={"error": "unknown field cache_salt"})
         return httpx.Response(200, json={"choices": [{"text": "x", "logprobs": None}], "usage": {"prompt_tokens": 1}})
 
-    asker = ConformanceClient("http://m/v1", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
-    assert asker.ask("a", 1, fresh=True).steps == (Step("x", {}),) and asker.by_text
+    client = client_of(answer)
+    assert client.ask("a", 1, fresh=True).steps == (Step("x", {}),) and client.by_text
     assert "cache_salt" in seen[0] and "cache_salt" not in seen[1] and "cache_prompt" in seen[1]
 
 
 @pytest.mark.slow
-def test_a_server_of_this_project_holds_under_a_scaling_that_follows_the_length(tmp_path: Path) -> None:
+def test_windlass_server_passes_with_dynamic_scaling(tmp_path: Path) -> None:
     scaling = json.dumps({"rope_type": "dynamic", "factor": 4.0})
     with serve(
         "--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--rope-scaling", scaling, "--rope-update", "recompute"
@@ -441,16 +435,16 @@ def test_a_server_of_this_project_holds_under_a_scaling_that_follows_the_length(
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
     verdicts = {one["name"]: one["verdict"] for one in found}
-    # No key is kept from one length to the next, so there is none that could be stale.
+    # With recompute no key is cached from one length to the next, so that none can be stale.
     assert verdicts == dict.fromkeys(verdicts, "holds") | {"stale": "not shown"}
 
 
-def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
+def test_other_errors_do_not_drop_fields() -> None:
     sent: list[dict] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if listed := models(request):
+            return listed
         body = json.loads(request.content)
         sent.append(body)
         if len(body["prompt"]) > 9:
@@ -461,27 +455,27 @@ def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
         usage = {"prompt_tokens": 1, "completion_tokens": 1}
         return httpx.Response(200, json={"choices": [{"text": "a", "logprobs": tokens}], "usage": usage})
 
-    asker = ConformanceClient("http://x", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
+    client = client_of(answer)
     with pytest.raises(CheckUnavailableError, match="too long"):
-        asker.ask("far too long", 1, fresh=True)
-    asker.ask("short", 1, fresh=True)
+        client.ask("far too long", 1, fresh=True)
+    client.ask("short", 1, fresh=True)
     assert "cache_salt" in sent[-1] and "cache_prompt" not in sent[-1]
 
 
-def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_prompt() -> None:
-    """ " iron" and "s" may be the two tokens " ir" and "ons" when they are read as one text: the count would not tell."""
+def test_continued_response_begins_with_a_new_word() -> None:
+    """Joined texts may be tokenized differently: " iron" and "s" as " ir" and "ons", with an equal count."""
 
-    class Says:
+    class ScriptedClient:
         def __init__(self, *texts: str) -> None:
-            self.texts, self.asked = list(texts), list[str]()
+            self.texts, self.prompts = list(texts), list[str]()
 
         def ask(self, prompt: str, length: int, *, fresh: bool) -> Answer:
             assert fresh and length == 3
-            self.asked.append(prompt)
+            self.prompts.append(prompt)
             return Answer(self.texts.pop(0), (), len(prompt), None)
 
     for texts, taken in ((("s and", " then", "x"), 2), ((". And",), 1), (("s", "s", "s", "s", " no"), 4)):
-        suite, says = ConformanceSuite.__new__(ConformanceSuite), Says(*texts)
-        suite.client = says  # type: ignore[assignment]
+        suite, client = ConformanceSuite.__new__(ConformanceSuite), ScriptedClient(*texts)
+        suite.client = client  # type: ignore[assignment]
         prompt, answer = suite.begin_answer(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
-        assert len(says.asked) == taken and prompt == says.asked[-1] and answer.text == texts[taken - 1]
+        assert len(client.prompts) == taken and prompt == client.prompts[-1] and answer.text == texts[taken - 1]

@@ -1,4 +1,4 @@
-"""`windlass-bench` and `windlass bench` are one command line: the same exit codes, the same one-line errors, light to start."""
+"""`windlass-bench` and `windlass bench`: equal exit codes and error lines, and a light start."""
 
 from __future__ import annotations
 
@@ -9,26 +9,21 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers.scripted_llm import asked, scripted_llm
+from helpers.scripted_http import full_stream, scripted_llm
 
 import windlass
-from windlass.clients.loadtest import commands as program
+from windlass.clients.loadtest import commands
 from windlass.server.cli import main as cli
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def as_program(*arguments: str) -> int:
-    return program.run(arguments)
+    return commands.run(arguments)
 
 
 def as_part_of_the_server(*arguments: str) -> int:
     return cli.run(["bench", *arguments])
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    monkeypatch.delenv("WINDLASS_API_KEY", raising=False)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setenv("COLUMNS", "120")
 
 
 @pytest.mark.parametrize(
@@ -38,13 +33,13 @@ def clean_environment(monkeypatch):
         (["serve", "--url", "http://127.0.0.1:9", "--num-prompt", "1"], "--num-prompts"),
         (["serv"], "No such command"),
         (["serve", "--url", "http://127.0.0.1:9", "--endpoint", "chats"], "--endpoint must be completions or chat"),
-        (["serve", "--url", "http://127.0.0.1:9", "--json", "/none/x.json"], "no directory"),
+        (["serve", "--url", "http://127.0.0.1:9", "--json", "/none/x.json"], "not a directory"),
         (["serve", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["report", "none.json", "--html", "x.html"], "cannot read none.json"),
         (["compare", "a.json", "b.json", "--confidence", "2"], "--confidence must be"),
     ],
 )
-def test_mistakes_read_alike_in_both(arguments, says, capsys):
+def test_both_programs_report_equal_errors(arguments, says, capsys):
     lines = []
     for run in (as_program, as_part_of_the_server):
         assert run(*arguments) == 2
@@ -55,26 +50,26 @@ def test_mistakes_read_alike_in_both(arguments, says, capsys):
 
 
 @pytest.mark.parametrize("run", [as_program, as_part_of_the_server])
-def test_a_run_is_measured_and_written(run, tmp_path, capsys):
-    with scripted_llm(asked()) as llm:
+def test_both_programs_measure_and_write(run, tmp_path, capsys):
+    with scripted_llm(full_stream) as llm:
         assert run("serve", "--url", llm.url, "--num-prompts", "3", "--json", str(tmp_path / "run.json")) == 0
     assert json.loads((tmp_path / "run.json").read_text())["completed"] == 3
     assert "3 completed, 0 failed" in capsys.readouterr().out
 
 
 def test_help_and_no_command(capsys):
-    assert program.run(["--help"]) == 0
+    assert commands.run(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in ("windlass-bench", "serve", "report", "compare", "--version"))
-    assert program.run([]) == 2
+    assert commands.run([]) == 2
     capsys.readouterr()
-    assert program.run(["-V"]) == 0
+    assert commands.run(["-V"]) == 0
     assert capsys.readouterr().out == f"windlass-bench {windlass.__version__}\n"
 
 
 @pytest.mark.parametrize("module", ["windlass.clients.loadtest.commands", "windlass.server.cli.main"])
-def test_a_command_starts_without_what_only_its_work_needs(module):
-    """The engine's process is started by the server's command: nothing slow may come before that."""
+def test_commands_start_without_heavy_imports(module):
+    """Slow imports would delay the engine process, which the server's command starts."""
     code = (
         f"import sys, {module};"
         "sys.exit(str([m for m in ('torch', 'fastapi', 'httpx', 'h11', 'numpy', 'jinja2') if m in sys.modules] or ''))"
@@ -84,7 +79,7 @@ def test_a_command_starts_without_what_only_its_work_needs(module):
 
 
 @pytest.mark.parametrize("project", ["clients", "."])
-def test_ctrl_c_while_a_program_still_imports_is_no_fault_of_it(project):
+def test_ctrl_c_during_imports_exits_silently(project):
     settings = tomllib.loads((Path(__file__).parents[3] / project / "pyproject.toml").read_text(encoding="utf-8"))
     ((_, target),) = settings["project"]["scripts"].items()
     module, _, name = target.partition(":")

@@ -1,7 +1,8 @@
-"""The generator against a real server with the bundled model: the plain form, and agreement with two other clients."""
+"""The load tester against a real server with the bundled model, and agreement with two other clients."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from helpers.real_server import RealServer, serve
 from windlass.clients import Client
 from windlass.clients.loadtest.load_plan import Lengths, LoadPlan, WeightedScaling, WorkloadSpec
 from windlass.clients.loadtest.results import read_json
-from windlass.clients.loadtest.runner import measure
-from windlass.clients.loadtest.target import Target
+from windlass.clients.loadtest.runner import measure, prepare
+from windlass.clients.loadtest.target import ControlClient, Target
+from windlass.clients.loadtest.workload import Workload
 from windlass.server.cli import main as cli
 
 
@@ -36,18 +38,28 @@ def run(server: RealServer, count: int, **spec):
     return measure(LoadPlan(target=target, workload=WorkloadSpec(**spec), count=count, concurrency=2, keep_text=True))
 
 
+def prepared(server: RealServer, spec: WorkloadSpec) -> Workload:
+    plan = LoadPlan(target=Target(url=server.url, api_key="secret"), workload=spec, count=1)
+
+    async def prepare_workload() -> Workload:
+        async with ControlClient(plan.target) as control:
+            return await prepare(plan, control)
+
+    return asyncio.run(prepare_workload())
+
+
 def serve_command(server: RealServer, *arguments: object) -> int:
     return cli.run(["bench", "serve", "--url", server.url, *map(str, arguments)])
 
 
-def test_the_plain_form(server, tmp_path, capsys):
+def test_closed_loop(server, tmp_path, capsys):
     path = tmp_path / "run.json"
     arguments = ["--input-len", 300, "--output-len", 8, "--concurrency", 4, "--num-prompts", 8, "--json", path]
     assert serve_command(server, *arguments) == 0
     data = json.loads(path.read_text())
     assert (data["completed"], data["failed"], data["errors"]) == (8, 0, {})
     result = read_json(path)
-    # Lengths are the server's own count: prompts of token ids are exactly as long as asked for, answers too.
+    # The server counts exactly the requested lengths of prompts and responses.
     assert {record.input_tokens for record in result.records} == {300}
     assert {record.output_tokens for record in result.records} == {8}
     assert data["settings"]["prompts"] == "token ids"
@@ -60,20 +72,9 @@ def test_the_plain_form(server, tmp_path, capsys):
     assert "8 completed, 0 failed" in capsys.readouterr().out
 
 
-def test_prompts_hold_no_special_tokens(server):
-    """They are drawn from ids that stand for text: none of the bundled model's special ones, which come first."""
-    import asyncio
-
-    from windlass.clients.loadtest.runner import prepare
-    from windlass.clients.loadtest.target import ControlClient
-
-    plan = LoadPlan(target=Target(url=server.url, api_key="secret"), workload=WorkloadSpec(), count=1)
-
-    async def found():
-        async with ControlClient(plan.target) as control:
-            return await prepare(plan, control)
-
-    _, workload = asyncio.run(found())
+def test_prompts_have_no_special_tokens(server):
+    """Prompts are drawn from ids of text, without the special tokens of the bundled model, which come first."""
+    workload = prepared(server, WorkloadSpec())
     drawn = set()
     for conversation in itertools.islice(workload.conversations(), 20):
         drawn |= set(json.loads(conversation.request.body)["prompt"])
@@ -86,7 +87,7 @@ def test_prompts_hold_no_special_tokens(server):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_text_is_as_long_as_it_was_asked_to_be(server, chat):
+def test_text_prompts_have_the_requested_length(server, chat):
     for length in (30, 61):
         target = Target(url=server.url, api_key="secret")
         spec = WorkloadSpec(input_len=Lengths.fixed(length), output_len=Lengths.fixed(2), chat=chat)
@@ -94,7 +95,7 @@ def test_text_is_as_long_as_it_was_asked_to_be(server, chat):
         assert [record.input_tokens for record in result.completed] == [length] * 3
 
 
-def test_three_clients_get_the_same_tokens_and_the_same_text(server):
+def test_three_clients_receive_equal_tokens_and_text(server):
     scaling = {"rope_type": "linear", "factor": 2.0}
     result = run(
         server,
@@ -111,7 +112,8 @@ def test_three_clients_get_the_same_tokens_and_the_same_text(server):
         scalings=[WeightedScaling(None), WeightedScaling(scaling)],
         ignore_eos=True,
     )
-    bodies = asked_for(server, spec, 4)
+    conversations = itertools.islice(prepared(server, spec).conversations(), 4)  # drawn again from the same seed
+    bodies = [json.loads(conversation.request.body) for conversation in conversations]
     with (
         Client(server.url, api_key="secret") as ours,
         openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as theirs,
@@ -144,23 +146,6 @@ def test_three_clients_get_the_same_tokens_and_the_same_text(server):
             assert (usage.prompt_tokens, usage.completion_tokens) == (record.input_tokens, record.output_tokens)
 
 
-def asked_for(server: RealServer, spec: WorkloadSpec, count: int) -> list[dict]:
-    """The bodies of a plan with that workload, made a second time from the same seed."""
-    import asyncio
-
-    from windlass.clients.loadtest.runner import prepare
-    from windlass.clients.loadtest.target import ControlClient
-
-    plan = LoadPlan(target=Target(url=server.url, api_key="secret"), workload=spec, count=count)
-
-    async def found():
-        async with ControlClient(plan.target) as control:
-            return await prepare(plan, control)
-
-    _, workload = asyncio.run(found())
-    return [json.loads(item.request.body) for item in itertools.islice(workload.conversations(), count)]
-
-
 def test_turns_and_prefixes_hit_the_prefix_cache(server):
     result = run(
         server, 3, input_len=Lengths.fixed(16), output_len=Lengths.fixed(4), turns=3, prefix_groups=1, prefix_len=64
@@ -175,7 +160,7 @@ def test_turns_and_prefixes_hit_the_prefix_cache(server):
 
 
 @pytest.mark.slow
-def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
+def test_documents_with_and_without_cache_reuse(tmp_path, capsys):
     load = ["--documents", 4, "--document-len", "uniform:70:90", "--documents-per-prompt", "uniform:2:3"]
     load += ["--input-len", 12, "--output-len", 4, "--num-prompts", 12, "--concurrency", 1, "--warmup", 0]
     paths = [tmp_path / f"{name}.json" for name in ("computed", "reused")]
@@ -184,12 +169,10 @@ def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
         for path, fields in zip(
             paths, ({"cache_reuse": 0}, {"cache_reuse": 32, "cache_reuse_recompute": 4}), strict=True
         ):
-            body = json.dumps(
-                fields | {"cache_salt": path.stem}
-            )  # or the second run would find the first one's prompts
+            body = json.dumps(fields | {"cache_salt": path.stem})  # separates the cached prompts of both runs
             assert serve_command(running, *load, "--extra-body", body, "--json", path) == 0
             assert "prompt tokens (" in (shown := capsys.readouterr().out)
-            assert ("stood elsewhere" in shown) == (path.stem == "reused"), shown
+            assert ("at other positions" in shown) == (path.stem == "reused"), shown
     computed, reused = (read_json(path) for path in paths)
     assert len(computed.completed) == len(reused.completed) == 12
     assert [r.input_tokens for r in computed.records] == [r.input_tokens for r in reused.records]
@@ -202,13 +185,13 @@ def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
     assert lines["reused"]["first"] == 0 and lines["reused"]["second"] > 0.3 and "ttft" in lines
 
 
-def test_clients_that_leave_free_the_server(server):
+def test_disconnected_clients_free_the_server(server):
     result = run(
         server,
         2,
         input_len=Lengths.fixed(8),
         disconnect_share=1.0,
-        # Else they might be over before their clients leave.
+        # Long enough not to end before the clients disconnect.
         extra_body={"max_tokens": 100_000, "context_overflow": "shift"},
     )
     assert result.abandoned == {"disconnected": 2}
@@ -217,9 +200,9 @@ def test_clients_that_leave_free_the_server(server):
         eventually(lambda: client.metrics().value("windlass_num_requests_running") == 0, 20)
 
 
-def test_lengths_and_keys_the_server_refuses_are_one_line(server, monkeypatch, capsys):
+def test_refused_lengths_and_keys_are_one_line(server, monkeypatch, capsys):
     assert serve_command(server, "--input-len", 8192, "--output-len", 64) == 2
-    assert "the server takes 512 tokens" in capsys.readouterr().err
+    assert "the server accepts 512 tokens" in capsys.readouterr().err
     assert serve_command(server, "--model", "other") == 2
     assert "has no model 'other'" in capsys.readouterr().err
     monkeypatch.setenv("WINDLASS_API_KEY", "wrong")
@@ -227,7 +210,7 @@ def test_lengths_and_keys_the_server_refuses_are_one_line(server, monkeypatch, c
     assert "refuses the API key" in capsys.readouterr().err
 
 
-def test_what_the_server_refuses_is_counted(server, tmp_path):
+def test_requests_refused_by_the_server_are_counted(server, tmp_path):
     path = tmp_path / "run.json"
     assert serve_command(server, "--extra-body", '{"no_such_field": 1}', "--num-prompts", 2, "--json", path) == 0
     result = read_json(path)

@@ -1,4 +1,4 @@
-"""An adapter that is unloaded while a stream runs with it: no further request, and it goes when the stream has ended."""
+"""Unloading an adapter while a stream uses it: no further requests, and it is unloaded when the stream ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def post(live: Live, path: str, **body: object) -> httpx.Response:
     return httpx.post(f"{live.url}/v1/{path}", json=body, timeout=20)
 
 
-def test_unloading_waits_for_its_streams_and_says_where_it_stopped_waiting(tmp_path: Path) -> None:
+def test_unloading_waits_for_streams_up_to_its_timeout(tmp_path: Path) -> None:
     engine = ScriptedEngine(delay=0.02)
     poet = AdapterSource(1, "poet", str(tmp_path))
     settings = {"adapters": (poet,), "max_loras": 1, "lora_folder": tmp_path, "adapter_drain_seconds": 0.1}
@@ -35,14 +35,14 @@ def test_unloading_waits_for_its_streams_and_says_where_it_stopped_waiting(tmp_p
             assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
             again = post(live, "unload_lora_adapter", lora_name="poet")
             assert again.status_code == 404
-            full = post(live, "load_lora_adapter", lora_name="late", lora_path="new")  # its place is taken still
+            full = post(live, "load_lora_adapter", lora_name="late", lora_path="new")  # it still counts
             assert (full.status_code, full.json()["error"]["code"]) == (400, "too_many_adapters")
         live.wait(lambda: engine.dropped == [1])
         assert post(live, "load_lora_adapter", lora_name="late", lora_path="new").json()["status"] == "loaded"
 
 
-def test_one_that_an_engine_found_gone_is_listed_no_more(tmp_path: Path) -> None:
-    """Its files were not there when the engine was started again."""
+def test_an_adapter_that_a_restarted_engine_lacks_is_not_listed(tmp_path: Path) -> None:
+    """Its files were missing when the engine restarted."""
     engine = ScriptedEngine(delay=0.02)
     sources = (AdapterSource(1, "poet", str(tmp_path)), AdapterSource(2, "clerk", str(tmp_path)))
     (tmp_path / "new").mkdir()
@@ -67,7 +67,7 @@ def test_one_that_an_engine_found_gone_is_listed_no_more(tmp_path: Path) -> None
         assert listed() == ["clerk", "poet"]
 
 
-def test_unloading_answers_when_the_last_stream_has_ended(tmp_path: Path) -> None:
+def test_unloading_responds_when_the_last_stream_has_ended(tmp_path: Path) -> None:
     engine = ScriptedEngine(delay=0.01)
     settings = {"adapters": (AdapterSource(1, "poet", str(tmp_path)),), "lora_folder": tmp_path}
     with live_server(engine, **settings) as live:
@@ -82,5 +82,5 @@ def test_unloading_answers_when_the_last_stream_has_ended(tmp_path: Path) -> Non
             assert engine.dropped == []
             rest = list(lines)
         unloading.join(20)
-        assert "data: [DONE]" in rest and any('"length"' in line for line in rest)  # whole
+        assert "data: [DONE]" in rest and any('"length"' in line for line in rest)  # complete
         assert answers[0].json()["status"] == "unloaded" and engine.dropped == [1]

@@ -1,4 +1,4 @@
-"""Keep-alive comments that are due in the very turn in which an answer ends: nothing is sent behind the end."""
+"""Keep-alive comments that are due in the turn in which a response ends: nothing is sent after the end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ pytestmark = pytest.mark.anyio
 EVENT = b"data: {}\n\n"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Connection:
-    """What a server does with messages: in their order, each once the client has taken enough, none behind the last."""
+    """A server's handling of messages: in order, each once the client has read enough, none after the last."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.takes_more = asyncio.Event()
         self.takes_more.set()
-        self.most = 10**9  # messages that it takes before it stops for a while
+        self.most = 10**9  # messages that it accepts before it pauses
 
     async def send(self, message: Any) -> None:
         if not self.takes_more.is_set():
@@ -53,7 +48,7 @@ class Connection:
 
 
 async def answer(connection: Connection, work: Callable[[Exchange], Awaitable[None]]) -> None:
-    """Have an exchange answer, and see what becomes of all of its tasks."""
+    """Run an exchange and check that all of its tasks end."""
     state: Any = SimpleNamespace(
         settings=SimpleNamespace(stream_comment_seconds=100.0, retry_after_seconds=1),
         callers=SimpleNamespace(running=lambda caller: nullcontext()),
@@ -71,7 +66,7 @@ async def answer(connection: Connection, work: Callable[[Exchange], Awaitable[No
     assert connection.sent[-1]["more_body"] is False
 
 
-async def test_it_is_due_as_the_last_output_comes() -> None:
+async def test_a_comment_is_due_with_the_last_output() -> None:
     async def work(exchange: Exchange) -> None:
         exchange.begin_stream()
         exchange._tick()
@@ -82,7 +77,7 @@ async def test_it_is_due_as_the_last_output_comes() -> None:
     assert connection.body == EVENT + DONE
 
 
-async def test_it_is_due_as_the_request_fails() -> None:
+async def test_a_comment_is_due_when_the_request_fails() -> None:
     async def work(exchange: Exchange) -> None:
         exchange.begin_stream()
         exchange._tick()
@@ -94,15 +89,15 @@ async def test_it_is_due_as_the_request_fails() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-async def test_it_waits_for_the_client_as_the_answer_ends(most: int) -> None:
-    """Whether the headers or the comment had to wait: both are whole, and before the end."""
+async def test_a_comment_waits_for_the_client_when_the_response_ends(most: int) -> None:
+    """Whether the headers or the comment had to wait: both are complete, and before the end."""
 
     async def work(exchange: Exchange) -> None:
         exchange.begin_stream()
         connection.takes_more.clear()
         asyncio.get_running_loop().call_later(0.01, connection.takes_more.set)
         exchange._tick()
-        await asyncio.sleep(0)  # the comment is begun
+        await asyncio.sleep(0)  # the comment has begun
         connection.most = most
         await exchange.finish(EVENT)
 
@@ -111,7 +106,7 @@ async def test_it_waits_for_the_client_as_the_answer_ends(most: int) -> None:
     assert connection.body.replace(KEEP_ALIVE, b"") == EVENT + DONE
 
 
-async def test_one_that_is_due_in_time_is_sent() -> None:
+async def test_a_due_comment_is_sent() -> None:
     async def work(exchange: Exchange) -> None:
         exchange.begin_stream()
         exchange._tick()

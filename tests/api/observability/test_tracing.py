@@ -1,4 +1,4 @@
-"""Spans of requests, as a real receiver of OTLP over HTTP decodes them, and as the library's own exporter keeps them."""
+"""Spans of requests, decoded by a real OTLP receiver and by the library's in-memory exporter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PHASES = ["prepare", "queue", "prefill", "decode"]
 
 
 class Receiver:
-    """What a collector has got: spans as dictionaries, and all bytes."""
+    """Received spans as dictionaries, and all received bytes."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ def receiving() -> Iterator[Receiver]:
             thread.join()
 
 
-def test_a_stream_has_a_span_and_its_phases_under_the_caller_s() -> None:
+def test_a_stream_has_spans_under_the_client_s_span() -> None:
     engine = ScriptedEngine(first_delay=0.2, delay=0.05, reply=[65, 66])
     alice = ApiKey(digest=ApiKey.plain(KEY).digest, name="alice")
     with receiving() as receiver, live_server(engine, otel_endpoint=receiver.url, callers=(alice,)) as live:
@@ -113,7 +113,7 @@ def test_a_stream_has_a_span_and_its_phases_under_the_caller_s() -> None:
     assert by_name["decode"]["end"] - by_name["decode"]["start"] >= 5 * 0.05 - 0.01
     assert by_name["prefill"]["end"] == pytest.approx(by_name["decode"]["start"], abs=1e-3)
     assert by_name["decode"]["gen_ai.usage.output_tokens"] == 6
-    # One that has no caller begins a trace of its own; nobody's health is told.
+    # Without a client span it begins its own trace; health checks have no span.
     (refused,) = [each for each in receiver.named("POST /v1/completions") if not each["parent"]]
     assert refused["http.response.status_code"] == 401 and refused["trace"] != TRACE
     assert not receiver.named("GET /health") and receiver.services == {"windlass"}
@@ -138,13 +138,13 @@ def test_failures_and_several_prompts() -> None:
     assert {each["windlass.prompt"] for each in receiver.named("prefill")} == {0, 1}
 
 
-def test_a_collector_that_is_not_there_harms_no_request() -> None:
+def test_requests_succeed_without_the_collector() -> None:
     with live_server(ScriptedEngine(), otel_endpoint="http://127.0.0.1:9") as live:
         assert live.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.slow
-def test_the_real_engine_tells_when_it_began() -> None:
+def test_the_engine_reports_its_start_time() -> None:
     with receiving() as receiver, serve("--kv-cache-memory", "64MiB", "--otel-endpoint", receiver.url) as server:
         body = {
             "prompt": [7] * 100,
@@ -169,11 +169,11 @@ def test_the_real_engine_tells_when_it_began() -> None:
     for before, after in itertools.pairwise(phases):
         assert before["start"] <= before["end"] == pytest.approx(after["start"], abs=2e-3)
     queue, prefill = phases[1], phases[2]
-    assert queue["end"] > queue["start"] and prefill["end"] > prefill["start"]  # the engine's own time lies between
+    assert queue["end"] > queue["start"] and prefill["end"] > prefill["start"]  # the engine's own time is between them
     assert phases[3]["end"] <= span["end"] + 2e-3
 
 
-def test_phases_as_the_library_keeps_them() -> None:
+def test_phases_in_the_exporter() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     scope = {"type": "http", "method": "POST", "path": "/x" * 500, "headers": [], "windlass.request_id": "r"}
@@ -189,9 +189,7 @@ def test_phases_as_the_library_keeps_them() -> None:
     tracing.close()
 
 
-def test_without_the_extra_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", "demo", "--otel-endpoint", "collector"]) == 2
     assert "must be a URL" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

@@ -1,4 +1,4 @@
-"""`--metrics-names`: vLLM's names, labels and buckets, with the values of ours."""
+"""`--metrics-names`: vLLM's names, labels and buckets, with the native values."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ STATS = EngineStats(
     step_tokens_sum=13,
 )
 
-# What the panels of vLLM's own dashboard (its prometheus_grafana example) ask for, each with model_name: of histograms the
-# parts, of counters the series. Other dashboards and autoscalers ask for those below.
+# Series of vLLM's own dashboard (its prometheus_grafana example), each with model_name: parts of histograms, and counters.
+# Other dashboards and autoscalers use those below.
 DASHBOARD = """
 e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
 prompt_tokens_total generation_tokens_total
@@ -83,13 +83,13 @@ def bounds(samples: list[Sample], name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("names", "prefixes"), [("windlass", {"windlass"}), ("vllm", {"vllm"})])
-def test_the_option_says_whose_names_there_are(names: Any, prefixes: set[str]) -> None:
+def test_the_option_selects_names(names: Any, prefixes: set[str]) -> None:
     with live_server(metrics_names=names) as live:
         live.complete(max_tokens=3)
         assert {sample.name.replace(":", "_").partition("_")[0] for sample in scrape(live)} == prefixes
 
 
-def test_every_series_that_dashboards_ask_for_is_there_from_the_start(both: Live) -> None:
+def test_every_series_of_dashboards_exists_from_the_start(both: Live) -> None:
     samples = scrape(both)
     for name in (DASHBOARD + OTHERS).split():
         found = [s for s in samples if s.name == f"vllm:{name}"]
@@ -100,11 +100,11 @@ def test_every_series_that_dashboards_ask_for_is_there_from_the_start(both: Live
     assert (config.labels["block_size"], config.labels["num_gpu_blocks"], config.value) == ("16", "64", 1)
 
 
-def test_values_are_ours() -> None:
+def test_values_equal_the_native_metrics() -> None:
     with live_server(metrics_names="both") as live:
         live.engine.engine_stats = STATS
         scrape(live)
-        live.engine.engine_stats = EngineStats(**{  # samples are handed out once
+        live.engine.engine_stats = EngineStats(**{  # samples are returned once
             **{name: getattr(STATS, name) for name in STATS.__slots__ if not name.endswith("_seconds")}
         })  # fmt: skip
         live.engine.delay = 0.01
@@ -149,7 +149,7 @@ def test_values_are_ours() -> None:
         assert value(samples, "vllm:request_time_per_output_token_seconds_sum") > 0.02
 
 
-def test_lengths_are_told_apart_up_to_the_longest_context(both: Live) -> None:
+def test_length_buckets_end_at_the_longest_context(both: Live) -> None:
     samples = scrape(both)
     assert bounds(samples, "request_prompt_tokens") == [1, 2, 5, 10, 20, 50, 100, 200, float("inf")]
     assert bounds(samples, "iteration_tokens_total") == [*STEP_TOKENS, float("inf")]
@@ -160,7 +160,7 @@ def test_lengths_are_told_apart_up_to_the_longest_context(both: Live) -> None:
         both.engine.info = model_info()
 
 
-def test_steps_are_counted_by_their_tokens() -> None:
+def test_steps_by_number_of_tokens() -> None:
     counters = SchedulerCounters()
     for tokens in (1, 1, 2, 8, 9, 16384, 16385):
         counters.count_step(tokens)
@@ -170,7 +170,7 @@ def test_steps_are_counted_by_their_tokens() -> None:
     assert stats.step_tokens == (2, 2, 1, *[0] * 9, 1, 1)
 
 
-def test_adapters_that_requests_run_with_are_named(tmp_path: Path) -> None:
+def test_active_adapters_are_labels(tmp_path: Path) -> None:
     sources = tuple(AdapterSource(number, name, str(tmp_path)) for number, name in ((1, "poet"), (2, "clerk")))
     with live_server(metrics_names="vllm", adapters=sources, max_loras=3) as live:
 

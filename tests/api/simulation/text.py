@@ -1,13 +1,14 @@
-"""Simulated processes for text work: the real jobs, done on the spot, by processes that may die, be slow or have no memory.
+"""Simulated text processes: they run the real tasks in this process, and may die, be slow or run out of memory.
 
-Takes the place of `windlass.server.text.workers.processes`, which is where the operating system begins.
+They replace `windlass.server.text.workers.processes`, the boundary to the operating system.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from helpers.live_server import SPECIAL_TOKENS, TEMPLATE
 from helpers.toy_tokenizers import byte_level
@@ -15,7 +16,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.errors import RequestError
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import Done, OutOfMemory, Refused, Result, WorkerSource
+from windlass.server.text.workers.frames import Limits, Result, WorkerSource
 from windlass.server.text.workers.processes import ForkError, ProcessDiedError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks
 
@@ -56,8 +57,8 @@ class SimulatedTextProcess:
         self._world = world
         self.needs_recycling = self.exited = False
 
-    def run(self, body: bytes, seconds: float) -> Result:
-        job: Any = pickle.loads(body)
+    def run(self, body: bytes, limits: Sequence[Limits]) -> Result:
+        task, _ = pickle.loads(body)
         if self._world.happens("text process dies"):
             self.exited = True
             raise ProcessDiedError("SIGSEGV")
@@ -65,11 +66,11 @@ class SimulatedTextProcess:
             self.exited = True
             raise TooSlowError
         if self._world.happens("text process has no memory"):
-            return OutOfMemory()
+            return Result(error="memory")
         try:
-            return Done(job.call.of(tasks()))
+            return Result(task(tasks()))
         except (RequestError, ChatTemplateError) as error:
-            return Refused(error.message)
+            return Result(error="input", message=error.message)
 
     def interrupt(self) -> None:
         self.exited = True

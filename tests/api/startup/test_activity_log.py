@@ -1,4 +1,4 @@
-"""The line on what a server does, and the lines it starts with."""
+"""Activity lines of a server, and its summary at the start."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
 from windlass.server.observability.metrics import ServerMetrics
-from windlass.server.startup import launch
-from windlass.server.startup.display import summary
-from windlass.server.startup.launch import activity_line
+from windlass.server.startup import display
+from windlass.server.startup.display import activity_line, report_activity, summary
 
 BEFORE = EngineStats(
     num_steps=10, prompt_tokens=1_000, generation_tokens=50, prefix_cache_queries=900, prefix_cache_hits=9
 )
 
 
-def test_the_line_has_what_happened_between_two_snapshots():
+def test_activity_between_two_snapshots():
     after = replace(
         BEFORE,
         num_running=3,
@@ -40,16 +39,16 @@ def test_the_line_has_what_happened_between_two_snapshots():
     )
     more = replace(after, spec_decode_num_draft_tokens=40, spec_decode_num_accepted_tokens=30, num_preemptions=2)
     line = activity_line(BEFORE, more, 10.0)
-    assert line is not None and line.endswith("; 75% of proposals kept; 2 preempted")
+    assert line is not None and line.endswith("; 75% of proposals accepted; 2 preempted")
 
 
-def test_nothing_is_said_while_nothing_runs():
+def test_no_line_without_activity():
     assert activity_line(BEFORE, BEFORE, 10.0) is None
     assert activity_line(BEFORE, replace(BEFORE, num_waiting=1), 10.0) is not None
     assert activity_line(BEFORE, replace(BEFORE, generation_tokens=51), 10.0) is not None
 
 
-def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
+def test_a_restarted_engine_counts_from_zero(monkeypatch):
     lines: list[str] = []
     given = [BEFORE, None, EngineStats(num_steps=2, num_running=1, generation_tokens=4)]
 
@@ -57,10 +56,10 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
         async def refresh(self) -> EngineStats | None:
             return given.pop(0) if given else None
 
-    monkeypatch.setattr(launch, "print_status", lines.append)
+    monkeypatch.setattr(display, "print_status", lines.append)
 
     async def main() -> None:
-        task = asyncio.create_task(launch.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
+        task = asyncio.create_task(report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
         while given:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)
@@ -70,7 +69,7 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
     assert len(lines) == 2 and "answers -" not in lines[1] and "running 1" in lines[1]
 
 
-def test_the_times_of_requests_reach_the_metrics_all_the_same():
+def test_activity_lines_do_not_consume_request_times():
     class Engine(EngineClient):
         restarts, state = 0, "ready"
 
@@ -87,7 +86,7 @@ def test_the_times_of_requests_reach_the_metrics_all_the_same():
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--stats-interval", "0.2"], True), (["--stats-interval", "0"], False)])
-def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
+def test_a_busy_server_prints_its_throughput(options, said, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     byte_level().save(str(tmp_path / "tokenizer.json"))
     with Served(tmp_path, *options) as served:
@@ -95,7 +94,7 @@ def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
         body = {"model": tmp_path.name, "prompt": "hi", "max_tokens": 30}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20.0).status_code == 200
         assert bool([line for line in served.lines if "answers" in line and "tokens/s" in line]) is said
-        assert [line for line in served.lines if line.startswith("  chats     none: ")]  # there is no template
+        assert [line for line in served.lines if line.startswith("  chats     none: ")]  # the model has no template
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
         ((64, 8), 100, 4, "64 + 8 blocks of 16 tokens, one number for each kind of layer"),
     ],
 )
-def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_once, room):
+def test_the_summary_shows_capacity(blocks, longest, at_once, room):
     info = model_info(
         num_kv_blocks=blocks,
         max_model_len=longest,

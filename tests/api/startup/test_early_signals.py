@@ -1,4 +1,4 @@
-"""Signals while it is still looked up, or downloaded, what a server shall load."""
+"""Signals while a server still resolves or downloads its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @contextmanager
 def looking_up(tmp_path: Path, *arguments: str) -> Iterator[Served]:
-    """A server that asks a hub for its model, which does not answer."""
+    """A server that asks an unresponsive hub for its model."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(30)
         environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
@@ -30,16 +30,16 @@ def looking_up(tmp_path: Path, *arguments: str) -> Iterator[Served]:
                 yield served
 
 
-def test_sigterm_ends_a_server_that_is_looking_for_its_model(tmp_path: Path) -> None:
+def test_sigterm_ends_a_server_that_downloads_its_model(tmp_path: Path) -> None:
     with looking_up(tmp_path) as served:
         engine = served.engine_pid
         served.signal(signal.SIGTERM)
-        assert served.wait() == 0  # of its own: what has no handler would not end as process 1 of a container
+        assert served.wait() == 0  # by its handler: without one it would not end as process 1 of a container
         eventually(lambda: not alive(engine), 30)
         assert not served.errors
 
 
-def test_sighup_does_not_end_a_server_with_named_keys_meanwhile(tmp_path: Path) -> None:
+def test_sighup_does_not_end_a_server_with_named_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n')
     with looking_up(tmp_path, "--api-keys", str(keys)) as served:
@@ -48,7 +48,7 @@ def test_sighup_does_not_end_a_server_with_named_keys_meanwhile(tmp_path: Path) 
         assert served.wait() == 0
 
 
-def test_keys_are_read_again_once_it_runs_where_sighup_came_before(tmp_path: Path) -> None:
+def test_an_early_sighup_reloads_keys_once_the_server_runs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     byte_level().save(str(tmp_path / "tokenizer.json"))
     keys = tmp_path / "keys.toml"

@@ -1,4 +1,4 @@
-"""The transport of `windlass.LLM` over toy apps: what becomes of an app that fails before, within and after its answer."""
+"""The transport of `windlass.LLM` over toy apps that fail before, within and after their response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVENT = b'data: {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason
 
 
 def failing(after: int, *, complete: bool = False) -> Any:
-    """An app that raises after so many messages of its answer. complete: the last of them says that nothing follows."""
+    """An app that raises after some messages of its response. complete: the last of them ends the response."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream")]
@@ -43,7 +43,7 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("threaded", [False, True])
-def test_an_error_within_the_answer_is_a_broken_connection_and_logged(
+def test_an_error_within_the_response_breaks_the_connection(
     after: int, threaded: bool, loop: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = AppTransport(failing(after))
@@ -64,8 +64,8 @@ def test_an_error_within_the_answer_is_a_broken_connection_and_logged(
     assert line.exc_info is not None and line.exc_info[0] is KeyError
 
 
-def test_an_error_after_the_whole_answer_is_logged_and_spoils_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """As that of Starlette, which has answered with 500 when it raises."""
+def test_an_error_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Like Starlette, which has sent a 500 when it raises."""
 
     async def ask() -> bytes:
         async with httpx.AsyncClient(transport=AppTransport(failing(3, complete=True))) as http:

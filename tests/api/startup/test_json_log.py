@@ -1,4 +1,4 @@
-"""`--log-format json`: a busy server with every kind of trouble writes objects and nothing else, and no prompt or key."""
+"""`--log-format json`: a busy server with many failures writes only objects, without prompts or keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: Path) -> None:
+def test_all_lines_are_objects_without_prompts_and_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[alice]\nkey = "{KEY}"\nadmin = true\n')
     more = ("--kv-cache-memory", "64MiB", "--api-keys", str(keys), "--stats-interval", "0.2", "--access-log")
@@ -90,7 +90,7 @@ def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: P
     assert death["level"] == "error" and death["logger"] == "windlass.engine.client"
 
 
-def test_what_libraries_and_tracebacks_write_becomes_lines_too(tmp_path: Path) -> None:
+def test_output_of_libraries_and_tracebacks_becomes_objects(tmp_path: Path) -> None:
     code = """if True:
         import logging, os, sys, threading, warnings
         from windlass.engine.process_setup import log_as_json
@@ -121,7 +121,7 @@ def test_what_libraries_and_tracebacks_write_becomes_lines_too(tmp_path: Path) -
     assert all(each["process"] == "engine" for each in found)
 
 
-def test_a_start_that_fails_says_so_in_an_object() -> None:
+def test_a_failed_start_is_an_object() -> None:
     command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "/no/such", "--log-format", "json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)

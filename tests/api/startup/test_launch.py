@@ -107,7 +107,7 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
 
         engine = served.engine_pid
         stream = Stream(url, max_tokens=80)
-        brake.touch()  # it is not to end before another is refused
+        brake.touch()  # it must not end before another request is refused
         served.signal(signal.SIGTERM)
         served.wait_line("draining: 1 request")
         refused = complete(url)
@@ -174,7 +174,7 @@ LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]
 
 
 @pytest.mark.slow
-def test_a_profile_that_only_the_engine_finds_at_fault_is_one_line_and_exit_code_2(model):
+def test_a_profile_that_the_engine_refuses_is_one_line_and_exit_code_2(model):
     good = 'long={"rope_type": "yarn", "factor": 4}'
     with Served(model, "--rope-profile", good, "--rope-profile", f"phi={LISTS}") as served:
         assert served.wait() == 2
@@ -185,7 +185,7 @@ def test_a_profile_that_only_the_engine_finds_at_fault_is_one_line_and_exit_code
         assert "Traceback" not in served.errors and "serves" not in served.errors
 
 
-def test_profiles_and_the_rules_for_requests_reach_the_server(model):
+def test_profiles_and_policies_reach_the_server(model):
     profiles = '{"long": {"rope_type": "yarn", "factor": 4}, "grow": {"rope_type": "dynamic", "factor": 2}}'
     options = ["--rope-policy", "profiles", "--rope-scaling", "grow", "--rope-update", "rotate", "--rope-exact"]
     with Served(model, *options, WINDLASS_ROPE_PROFILE=profiles) as served:
@@ -216,7 +216,7 @@ def test_sampling_and_template_variables_of_the_operator_reach_the_server(model)
         assert (told["sampling_defaults"]["top_k"], told["recommended_sampling"]) == (9, None)
 
 
-def test_what_is_recommended_for_a_known_model_holds_unless_the_operator_says_otherwise(model, monkeypatch):
+def test_recommended_sampling_applies_unless_overridden(model, monkeypatch):
     monkeypatch.setenv(CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
     monkeypatch.setattr(launch, "choose_model", lambda given: ("smollm2", model))
     both = {"temperature": 0.2, "top_p": 0.9}
@@ -237,11 +237,11 @@ def test_what_is_recommended_for_a_known_model_holds_unless_the_operator_says_ot
         ({"cache_reuse": 64}, "--cache-reuse"),
     ],
 )
-def test_options_that_would_refuse_every_request_are_no_start(options, named, tmp_path):
+def test_options_that_would_refuse_every_request_end_the_start(options, named, tmp_path):
     engine, model = EngineOptions(rope_scaling='{"rope_type": "rerope"}'), make_model("llama", tmp_path)
     check_model(engine, model, ServerOptions())
     check_model(EngineOptions(), model, ServerOptions(**options))
-    with pytest.raises(LoadError, match=f"{named} and rope_type 'rerope' both say where keys stand"):
+    with pytest.raises(LoadError, match=f"{named} and rope_type 'rerope' both define positions of keys"):
         check_model(engine, model, ServerOptions(**options))
 
 
@@ -277,12 +277,12 @@ def test_the_server_outlives_its_engine(model):
         until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 200)
         assert served.engine_pid != first
         assert complete(url).status_code == 200
-        assert f"crash report: {FOLDER}/" in served.errors  # not in the cache of whoever runs the tests
+        assert f"crash report: {FOLDER}/" in served.errors  # not in the user's own cache
         served.signal()
         assert served.wait() == 0
 
 
-def test_where_reports_of_dead_engines_go(monkeypatch, tmp_path):
+def test_crash_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
     assert launch.crash_folder(ServerOptions()) == tmp_path / "crashes"
     monkeypatch.delenv("WINDLASS_CACHE")
@@ -307,10 +307,10 @@ def test_an_engine_that_keeps_dying_ends_the_server(model):
         assert served.wait() == 1
         said = re.search(r"error: the engine died (\d+) times", served.lines[-1])
         assert said and 3 <= int(said[1]) <= 5
-        assert int(said[1]) <= len(killed) <= 2 * int(said[1])  # with each the one that was to come next
+        assert int(said[1]) <= len(killed) <= 2 * int(said[1])  # each time with its standby process
 
 
-def test_a_killed_server_takes_its_engine_along(model):
+def test_the_engine_ends_with_a_killed_server(model):
     with Served(model) as served:
         served.wait_ready()
         engine = served.engine_pid
@@ -336,7 +336,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
         )
         keys.write_text('[alice]\nkey = "sec')  # half written
         server.process.send_signal(signal.SIGHUP)
-        server.wait_line("is no TOML.*the callers stay as they were")
+        server.wait_line("is no TOML.*the callers are unchanged")
         assert (status("first"), status("second")) == (200, 401)
         keys.write_text('[alice]\nkey = "second"\n')
         server.process.send_signal(signal.SIGHUP)
@@ -348,7 +348,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
             assert f'"{secret}' not in server.errors
 
 
-def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
+def test_a_bad_key_file_is_one_line(model, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text("[alice]\n")
     said = reason(inside("serve", model, "--port", "0", "--api-keys", keys))
@@ -356,13 +356,13 @@ def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_with_standard_error_closed(model):
+def test_a_server_with_closed_standard_error(model):
     given = [*Served.command(model), "--port", "0"]
     with subprocess.Popen(
         ["sh", "-c", 'exec "$@" 2>&-', "sh", *given], stdout=subprocess.DEVNULL, env=Served.environment()
     ) as process:
         try:
-            until(lambda: ports(process.pid, LISTENING), 60.0)  # no line can tell
+            until(lambda: ports(process.pid, LISTENING), 60.0)  # there are no lines to wait for
             url = f"http://127.0.0.1:{ports(process.pid, LISTENING)[0]}"
             until(lambda: answers(f"{url}/ready"), 60.0)
             assert complete(url).status_code == 200

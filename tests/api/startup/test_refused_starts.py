@@ -29,7 +29,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 def refusal(
     *arguments: object, command: tuple[str, ...] = ("serve", "--port", "0"), real: bool = False, **environment: str
 ) -> str:
-    """The one line of a start that is refused, without its beginning; "listening" is never printed. real: by the program."""
+    """The error line of a refused start without its prefix; "listening" is never printed. real: in a process."""
     given = (*command, *arguments)
     result = program(*given, **environment) if real else inside(*given)
     assert result.stderr.count("\n") == 1, result
@@ -168,7 +168,7 @@ def test_a_file_in_place_of_a_directory(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "says"), [("q.gguf", "is not a GGUF file"), ("pytorch_model.bin", "name-safetensors")]
 )
-def test_a_hub_id_of_which_the_cache_holds_something_else(file: str, says: str, tmp_path: Path) -> None:
+def test_a_hub_id_cached_in_another_format(file: str, says: str, tmp_path: Path) -> None:
     storage = tmp_path / "hub" / "models--org--name"
     snapshot = storage / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -204,7 +204,7 @@ OPTIONS = {
         ("--attention-window", "600"),
         ("--attention-window and --attention-sinks are 600", "may be at most 480"),
     ),
-    "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
+    "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks requires --attention-window",)),
     "kept": (
         ("--context-overflow", "shift", "--keep-tokens", "100000"),
         ("--keep-tokens must lie between 0 and 480",),
@@ -224,23 +224,23 @@ def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu() -> None:
     assert "--device cpu" in refusal(DEMO, "--device", "cuda", "--quantization", "int8")
 
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server takes its torch for one with CUDA; the engine's process finds out that there is no GPU."""
+    """The server assumes that its torch supports CUDA; the engine process finds no GPU."""
     monkeypatch.setattr("windlass.engine.model.loading.preflight._torch_has_cuda", lambda: True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_only_the_engine_finds_out_is_one_line_too(cuda_build: None) -> None:
+def test_errors_of_the_engine_are_one_line(cuda_build: None) -> None:
     assert re.match("--device cuda: .*CUDA.*: use --device cpu$", said := refusal(DEMO, "--device", "cuda")), said
 
 
 @pytest.mark.parametrize("case", ["context", "few kept blocks"])
-def test_what_does_not_fit_a_gpu_is_told_without_one(case: str, tmp_path: Path, cuda_build: None) -> None:
+def test_gpu_restrictions_are_checked_without_a_gpu(case: str, tmp_path: Path, cuda_build: None) -> None:
     options, parts = OPTIONS[case]
     given = [option.format(folder=tmp_path) for option in options]
     said = refusal(DEMO, "--device", "cuda", "--dtype", "float32", *given)
@@ -272,15 +272,15 @@ def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
         ("600=lists", "step 1.short_factor must hold 16 numbers"),
     ],
 )
-def test_steps_of_a_ladder_that_nobody_could_climb(ladder: str, says: str) -> None:
+def test_unreachable_ladder_steps(ladder: str, says: str) -> None:
     given = {"two": '{"rope_type": "yarn", "factor": 2}', "four": '{"rope_type": "linear", "factor": 4}'}
     given |= {"lists": LISTS} if "lists" in ladder else {}
     profiles = [part for name, scaling in given.items() for part in ("--rope-profile", f"{name}={scaling}")]
     assert refusal(DEMO, *profiles, "--rope-ladder", ladder).startswith(f"--rope-ladder: {says}")
 
 
-def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
-    """They are read from the files, so their number is known; the same of those that are no frequencies."""
+def test_a_profile_for_learned_frequencies(model: Path) -> None:
+    """They are read from the files, so their number is known; likewise other learned parameters."""
     configure(model, rope_scaling=None, rope_parameters={"rope_type": "learned", "rope_theta": 10_000.0})
     assert "needs the tensor model.rotary_emb.inv_freq" in refusal(model)
     tensors = load_file(model / "model.safetensors")
@@ -298,15 +298,15 @@ def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("generate", "hi", "--model"), ("bench", "engine")])
-def test_other_commands_that_load_a_model_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
+def test_other_commands_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
     configure(model, quantization_config={"quant_method": "hqq"})
     assert refusal(model, command=command, real=True).startswith("this checkpoint is quantized (HQQ)")
     assert refusal(DEMO, "--rope-scaling", LISTS, command=command).startswith("--rope-scaling.short_factor")
     assert refusal(DEMO, "--rope-profile", f"x={LISTS}", command=command).startswith("--rope-profile x.short_factor")
 
 
-def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
-    """Only reading them tells: the listener is open by then, and the server ends all the same."""
+def test_nan_weights_end_the_start(model: Path) -> None:
+    """Only reading them reveals it: the listener is open by then, and the server still ends."""
     path = model / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-2:] = b"\xc0\x7f"  # a bfloat16 NaN
@@ -316,7 +316,7 @@ def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
     assert "holds numbers that are NaN or infinite" in result.stderr.splitlines()[-1]
 
 
-def test_replicas_that_there_is_no_room_for() -> None:
+def test_more_replicas_than_fit() -> None:
     assert refusal("demo", "--replicas", "0") == "--replicas must lie between 1 and 1024, got 0"
     cores = len(os.sched_getaffinity(0))
     said = refusal("demo", "--replicas", cores + 1)

@@ -1,4 +1,4 @@
-"""--uds: a server on a Unix socket, whose file is replaced where it is stale and gone at the end."""
+"""--uds: a server on a Unix socket, whose file is replaced if stale and removed at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.engine.errors import LoadError
 from windlass.server.http.listener import listen_unix
 
 
-def test_the_file_belongs_to_owner_and_group_and_goes_at_the_end(tmp_path):
+def test_the_socket_file_has_restricted_permissions_and_is_removed(tmp_path):
     path = tmp_path / "socket"
     mask = os.umask(0)
     try:
@@ -31,24 +31,24 @@ def test_the_file_belongs_to_owner_and_group_and_goes_at_the_end(tmp_path):
     assert not path.exists()
 
 
-def test_a_stale_socket_is_replaced_and_a_living_one_is_not(tmp_path):
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
     with listen_unix(path):
         with pytest.raises(LoadError, match="another server listens"), listen_unix(path):
             pass
-        assert path.exists()  # the one that was refused has not taken it away
+        assert path.exists()  # the refused server has not removed it
         path.unlink()
         path.write_text("another's")
     assert path.read_text() == "another's"
 
 
-def test_paths_that_cannot_be_had(tmp_path):
+def test_unusable_paths(tmp_path):
     (tmp_path / "file").write_text("x")
     for path, said in (
-        (tmp_path / "file", "is no socket"),
-        (tmp_path, "is no socket"),
+        (tmp_path / "file", "is not a socket"),
+        (tmp_path, "is not a socket"),
         (tmp_path / "none" / "socket", "cannot listen on --uds"),
         (tmp_path / ("x" * 200), "cannot listen on --uds"),
     ):

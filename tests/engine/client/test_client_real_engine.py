@@ -1,4 +1,4 @@
-"""The client with the real engine and the bundled model: the same tokens as without a process, and nothing left over."""
+"""The process client with the real engine and the bundled model: equal tokens, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def tokens(client, name: str, prompt: list[int], max_tokens: int = 12) -> 
     return [token async for output in client.generate(request) for token in output.token_ids]
 
 
-async def test_a_process_makes_the_tokens_of_its_core(monkeypatch):
-    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 30.0)  # fresh ones are asserted
+async def test_process_returns_the_tokens_of_its_core(monkeypatch):
+    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 30.0)  # asserts that a new one is clean
     prompts = [[5, 17, 400, 33, 8], list(range(100, 180)), [7]]
     client = ProcessClient(CONFIG)
     info = await client.start()
@@ -54,7 +54,7 @@ async def test_a_process_makes_the_tokens_of_its_core(monkeypatch):
     assert [len(result) for result in made] == [12, 12, 12]
 
 
-async def test_a_directory_without_a_model_is_a_load_error(tmp_path):
+async def test_directory_without_a_model_is_a_load_error(tmp_path):
     client = ProcessClient(engine_config(tmp_path))
     with pytest.raises(LoadError, match=r"config\.json"):
         await client.start()

@@ -1,4 +1,4 @@
-"""Crash reports of engines that die by SIGKILL during streams, by an error in a step, or because they are stuck."""
+"""Crash reports of engines that end by SIGKILL, by an error in a step, or because they are stuck."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Rea
 
 @pytest.fixture
 def failing(shared: tuple[Path, RealServer]) -> tuple[Path, RealServer]:
-    """A server whose engine is well, and the folder of its reports, in which there is none."""
+    """A healthy server, and the empty folder of its reports."""
     folder, server = shared
     server.wait_ready()
     for path in folder.iterdir():
@@ -73,7 +73,7 @@ def failing(shared: tuple[Path, RealServer]) -> tuple[Path, RealServer]:
 
 
 def report_in(folder: Path, server: RealServer) -> dict[str, Any]:
-    """The only one, which the log names."""
+    """The only report, which the log names."""
     eventually(lambda: list(folder.glob("crash-*.json")), 20)
     (path,) = folder.iterdir()
     eventually(lambda: f"crash report: {path}" in server.log.read_text(), 20)
@@ -90,7 +90,7 @@ def report_in(folder: Path, server: RealServer) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_a_killed_engine_has_its_last_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "crashes"
     with failing_server(folder, monkeypatch) as server:
         lines = {"alone": 0, "scaled": 0}
@@ -127,7 +127,7 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert requests["alone"]["scaling"] is None and requests["alone"]["max_tokens"] == 20_000
     plans = found["plans"]
     assert 10 < len(plans) <= NUM_PLANS
-    # Between requests a plan may say only who has gone, which is not kept.
+    # Plans that only name ended sequences are not recorded.
     steps = [plan["step"] for plan in plans if any("alone" in str(each) for each in plan["sequences"])]
     assert len(steps) > 10 and steps == list(range(steps[0], steps[0] + len(steps)))
     last = {each["request_id"].rpartition("-")[0]: each for each in plans[-1]["sequences"]}
@@ -140,7 +140,7 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert plans[-1]["num_tokens"] % 2 == 0 and plans[-1]["num_sequences"] == 2
 
 
-def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(failing: tuple[Path, RealServer]) -> None:
+def test_report_of_a_failed_step_has_its_stack_and_plan(failing: tuple[Path, RealServer]) -> None:
     folder, server = failing
     assert ask(server, [9] * FATAL, n=2).status_code == 503
     found = report_in(folder, server)
@@ -152,7 +152,7 @@ def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(failing: t
     assert sequence["request_id"].startswith("asked-")
 
 
-def test_a_stuck_engine_says_where_before_it_is_killed(failing: tuple[Path, RealServer]) -> None:
+def test_report_of_a_stuck_engine_has_its_stack(failing: tuple[Path, RealServer]) -> None:
     folder, server = failing
     assert ask(server, [9] * STUCK).status_code == 503
     found = report_in(folder, server)
@@ -161,7 +161,7 @@ def test_a_stuck_engine_says_where_before_it_is_killed(failing: tuple[Path, Real
 
 
 @pytest.mark.slow
-def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reports_if_disabled_or_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     for folder, said in (("none", "its stack: Traceback"), (str(blocked), "no crash report in")):
@@ -171,7 +171,7 @@ def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monk
             server.wait_ready()
 
 
-def test_only_so_many_reports_are_kept(tmp_path: Path) -> None:
+def test_number_of_reports_is_limited(tmp_path: Path) -> None:
     for pid in range(MAX_REPORTS + 5):
         (tmp_path / f"crash-20200101T0000{pid:02}Z-1.json").write_text("{}")
     (tmp_path / "other.json").write_text("{}")
@@ -181,16 +181,14 @@ def test_only_so_many_reports_are_kept(tmp_path: Path) -> None:
     assert "crash-20200101T000005Z-1.json" not in names and "crash-20200101T000024Z-1.json" in names
 
 
-def test_a_report_stays_though_the_clock_was_set_back(tmp_path: Path) -> None:
+def test_new_report_is_retained_after_the_clock_was_set_back(tmp_path: Path) -> None:
     for number in range(MAX_REPORTS):
         (tmp_path / f"crash-29990101T0000{number:02}Z-1.json").write_text("{}")
     path = _write(tmp_path, {"pid": 7})
     assert path.exists() and len(list(tmp_path.iterdir())) == MAX_REPORTS
 
 
-def test_a_full_disk_leaves_no_halves_and_nobody_else_reads_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_are_private_and_complete_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = tmp_path / ".crash-1-1.json.partial", tmp_path / ".crash-2-1.json.partial"
     for left in (old, new):
         left.write_text("{")
@@ -210,10 +208,10 @@ def test_a_full_disk_leaves_no_halves_and_nobody_else_reads_meanwhile(
     finally:
         os.umask(before)
     assert modes == [0o600]
-    assert list(tmp_path.iterdir()) == [new]  # which another server may still be writing
+    assert list(tmp_path.iterdir()) == [new]  # possibly still written by another server
 
 
-def test_the_box_keeps_the_last_plans_whatever_their_size() -> None:
+def test_flight_recorder_retains_the_last_plans() -> None:
     number = FlightRecorder.make()
     recorder, other = FlightRecorder(number), FlightRecorder(number)
     os.close(number)
@@ -236,7 +234,7 @@ def test_the_box_keeps_the_last_plans_whatever_their_size() -> None:
     assert first["prompt_tokens"] == 38 and first["scaling"] == "default"
 
 
-def test_a_plan_that_was_half_written_is_left_out() -> None:
+def test_partly_written_plan_is_omitted() -> None:
     number = FlightRecorder.make()
     recorder = FlightRecorder(number)
     os.close(number)
@@ -256,7 +254,7 @@ def test_a_plan_that_was_half_written_is_left_out() -> None:
     assert [plan["step"] for plan in recorder.read()] == [0, 1, 2]
 
 
-def test_stacks_are_waited_for_until_nothing_more_comes() -> None:
+def test_stacks_are_awaited_until_they_are_complete() -> None:
     pieces = ["", "Thread 1\n", "Thread 1\nThread 2\n", "Thread 1\nThread 2\n", "never read"]
     asked: list[str] = []
     stacks = SimpleNamespace(read=lambda: pieces.pop(0))
@@ -265,12 +263,12 @@ def test_stacks_are_waited_for_until_nothing_more_comes() -> None:
     assert asked == ["stacks"] and pieces == ["never read"]
 
 
-def test_stacks_that_never_come_are_not_waited_for_long() -> None:
+def test_waiting_for_missing_stacks_is_limited() -> None:
     child: Any = SimpleNamespace(stacks=SimpleNamespace(read=lambda: ""), ask_for_stacks=lambda: None)
     asyncio.run(wait_for_stacks(child, 0.1))
 
 
-def test_a_fatal_signal_leaves_the_stack_of_every_thread() -> None:
+def test_fatal_signal_records_the_stacks_of_all_threads() -> None:
     number = StackMemory.make()
     memory = StackMemory(number)
     code = f"import faulthandler, os, signal; faulthandler.enable(file={number}); os.kill(os.getpid(), signal.SIGSEGV)"

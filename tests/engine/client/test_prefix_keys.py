@@ -1,4 +1,4 @@
-"""Prefix keys: they cover everything that cached keys depend on, and nothing else."""
+"""Prefix keys depend on everything that cached keys depend on, and on nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scaling(**fields: object) -> RopeScaling:
 YARN = scaling(rope_type="yarn", factor=4.0)
 
 
-def test_equal_beginnings_have_equal_keys() -> None:
+def test_equal_prefixes_have_equal_keys() -> None:
     ours = keys()
     assert ours.block_tokens == 32
     found, longer = ours.of(request()), ours.of(request([*PROMPT, *range(60)]))
@@ -57,18 +57,18 @@ def test_equal_beginnings_have_equal_keys() -> None:
         {"context": ContextRule(attention_window=32, attention_sinks=4)},
     ],
 )
-def test_what_keys_depend_on_is_in_it(fields: dict[str, Any]) -> None:
+def test_keys_depend_on_everything_that_cached_keys_depend_on(fields: dict[str, Any]) -> None:
     ours = keys()
     assert not {*ours.of(request(**fields))} & {*ours.of(request())}
     assert ours.of(request(**fields)) == ours.of(request(**fields))
 
 
-def test_a_scaling_counts_by_what_it_does() -> None:
+def test_scalings_with_equal_frequencies_have_equal_keys() -> None:
     ours = keys()
     assert ours.of(request(rope_scaling=scaling(rope_type="default"))) == ours.of(request())
     dynamic = scaling(rope_type="dynamic", factor=2.0)
     short, long = (ours.of(request(rope_scaling=dynamic, max_tokens=count)) for count in (16, 150))
-    assert short == ours.of(request()) != long  # within the trained length it changes nothing
+    assert short == ours.of(request()) != long  # without effect within the trained length
 
 
 def test_any_prompt_has_keys() -> None:
@@ -80,7 +80,7 @@ def test_any_prompt_has_keys() -> None:
     assert len(ours.of(refused)) == 3
 
 
-def test_blocks_are_whole_blocks_of_the_engine() -> None:
+def test_blocks_are_those_of_the_engine() -> None:
     assert keys(block_size=48).block_tokens == 48 and keys(block_size=16).block_tokens == 32
     other = PrefixKeys(replace(model_info(), fingerprint="other weights"), RotaryConfig())
     assert not {*other.of(request())} & {*keys().of(request())}

@@ -1,4 +1,4 @@
-"""Choice of a replica: prefixes stay together, no replica is overloaded, memory is bounded, and hit rates hold."""
+"""Routing to replicas: prefixes, load, limits of memory, and hit rates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
-def test_the_longest_prefix_wins() -> None:
+def test_longest_prefix_wins() -> None:
     router: PrefixRouter[str] = PrefixRouter(BLOCK)
     first, second = prompt(1, 320), prompt(2, 320)
     router.sent("a", digests(*first))
@@ -32,23 +32,23 @@ def test_the_longest_prefix_wins() -> None:
     idle = {"a": 0, "b": 0}
     assert router.choose(digests(*first, 7, 7), idle) == "a"
     assert router.choose(digests(*first[:160], *second[160:]), idle) == "b"
-    assert router.choose(digests(*first[:100]), {"a": 1, "b": 0}) == "b"  # both have it: the less busy
+    assert router.choose(digests(*first[:100]), {"a": 1, "b": 0}) == "b"  # the less busy of both that have it
     assert router.choose(digests(*first, root=b"another adapter"), {"a": 1, "b": 0}) == "b"
 
 
-def test_a_replica_may_be_too_busy() -> None:
+def test_overloaded_replica_is_not_chosen() -> None:
     router: PrefixRouter[str] = PrefixRouter(BLOCK)
     known = digests(*prompt(1, 256))
     router.sent("a", known)
-    assert router.choose(known, {"a": 4, "b": 0}) == "a"  # 256 tokens are worth four requests
+    assert router.choose(known, {"a": 4, "b": 0}) == "a"  # 256 tokens outweigh four requests
     assert router.choose(known, {"a": 5, "b": 0}) == "b"
     router.sent("a", long := digests(*prompt(2, 64 * 100)))
     assert router.choose(long, {"a": MAX_EXTRA_LOAD, "b": 0}) == "a"
     assert router.choose(long, {"a": MAX_EXTRA_LOAD + 1, "b": 0}) == "b"
-    assert router.choose(long, {"a": MAX_EXTRA_LOAD + 50, "b": 50}) == "a"  # it is the difference that counts
+    assert router.choose(long, {"a": MAX_EXTRA_LOAD + 50, "b": 50}) == "a"  # the difference in load counts
 
 
-def test_without_a_prefix_requests_are_spread() -> None:
+def test_requests_without_a_prefix_are_distributed() -> None:
     router: PrefixRouter[int] = PrefixRouter(BLOCK)
     chosen = []
     for number in range(9):
@@ -59,7 +59,7 @@ def test_without_a_prefix_requests_are_spread() -> None:
         router.choose([], {})
 
 
-def test_a_replica_that_began_again_has_nothing() -> None:
+def test_restarted_replica_has_no_prefixes() -> None:
     router: PrefixRouter[str] = PrefixRouter(BLOCK)
     known = digests(*prompt(1, 320))
     router.sent("a", known)
@@ -71,10 +71,8 @@ def test_a_replica_that_began_again_has_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 4)), max_size=60), st.integers(1, 20))
-def test_what_is_remembered_is_bounded_and_begins_at_the_beginning(
-    prompts: list[tuple[int, int, int]], most: int
-) -> None:
-    """A block is never remembered without those in front of it, which bisection takes for granted."""
+def test_stored_prefixes_are_limited_and_contiguous(prompts: list[tuple[int, int, int]], most: int) -> None:
+    """A block is stored only with those before it, which bisection requires."""
     router: PrefixRouter[int] = PrefixRouter(1, most)
     for stem, shared, tail in prompts:
         router.sent(0, digest_chain(b"", [stem] * shared + [100 + stem] * tail, 1))
@@ -87,7 +85,7 @@ def test_what_is_remembered_is_bounded_and_begins_at_the_beginning(
 
 
 class Cache:
-    """A replica's prefix cache of limited size: the engine's own chain of digests, the oldest blocks evicted first."""
+    """A prefix cache of limited size with the engine's chain of digests, which evicts the oldest blocks first."""
 
     def __init__(self, blocks: int) -> None:
         self._held: OrderedDict[bytes, None] = OrderedDict()
@@ -107,7 +105,7 @@ class Cache:
 
 
 def workload() -> list[list[int]]:
-    """Twelve documents, each asked about two times on average."""
+    """Twelve documents with two requests each on average."""
     rng = random.Random(5)
     documents = [prompt(number, 480) for number in range(12)]
     return [rng.choice(documents) + prompt(1000 + number, 20) for number in range(26)]
@@ -127,7 +125,7 @@ def hit_rate(replicas: int, *, by_prefix: bool) -> float:
     return sum(cache.hits for cache in caches) / sum(cache.asked for cache in caches)
 
 
-def test_hit_rates_hold_over_replicas() -> None:
+def test_hit_rates_over_replicas() -> None:
     alone = hit_rate(1, by_prefix=True)
     assert alone > 0.4
     assert hit_rate(4, by_prefix=True) >= 0.9 * alone

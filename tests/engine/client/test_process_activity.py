@@ -32,10 +32,10 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
         try:
             assert process.stdout is not None and process.stdout.readline()
             pulse = ProcessActivity(process.pid)
-            assert not pulse.inactive and pulse.memory  # the first refresh has nothing to compare with
+            assert not pulse.inactive and pulse.memory  # the first refresh has no reference
             first = pulse.used_seconds
             assert first is not None
-            # Each as soon as the process has had a core.
+            # Each is reached once the process has run on a core.
             eventually(
                 lambda: set(looks(pulse)[1:]) == {asleep} and ((pulse.used_seconds or 0.0) - first < 0.05) is asleep, 30
             )
@@ -47,8 +47,8 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
             process.kill()
 
 
-def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> None:
-    """As with a compiler that runs. Once the child sleeps as well, the process is inactive."""
+def test_process_with_a_busy_child_is_active(tmp_path: Path) -> None:
+    """A process that waits for a compiler. Once the child sleeps, too, the process is inactive."""
     rest = tmp_path / "rest"
     child = f"import os, time\nwhile not os.path.exists({str(rest)!r}): pass\ntime.sleep(60)"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
@@ -57,7 +57,7 @@ def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> Non
             pulse = ProcessActivity(process.pid)
             eventually(lambda: children(process.pid, b"exists"), 30)
             eventually(lambda: not any(looks(pulse)[1:]), 30)
-            process.send_signal(signal.SIGSTOP)  # what its child does says nothing of one that is stopped
+            process.send_signal(signal.SIGSTOP)  # a stopped process is inactive despite its child
             eventually(lambda: looks(pulse, 2)[-1] and pulse.stopped, 30)
             process.send_signal(signal.SIGCONT)
             rest.touch()
@@ -66,7 +66,7 @@ def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> Non
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_nothing_is_said_of_a_process_that_is_gone() -> None:
+def test_ended_process_has_no_activity() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     pulse = ProcessActivity(process.pid)

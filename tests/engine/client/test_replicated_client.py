@@ -1,4 +1,4 @@
-"""ReplicatedClient over scripted engines: routing, deaths of engines, and joint statistics."""
+"""ReplicatedClient with scripted engines: routing, crashes and combined statistics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def anyio_backend():
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
-    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 20.0)  # fresh ones are asserted
+    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 20.0)  # asserts that a new one is clean
 
 
 def make_client(replicas: int = 2, **values) -> ReplicatedClient:
@@ -72,7 +72,7 @@ async def until(condition, seconds: float = 30.0) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_they_look_like_one():
+async def test_replicas_behave_like_one_engine():
     async with running() as client:
         first, second = client.engines
         assert client.info is not None and client.info.replicas == 2
@@ -85,7 +85,7 @@ async def test_they_look_like_one():
         assert [part.generation_tokens for part in stats.engines] == [
             15,
             15,
-        ]  # nothing to choose by but who is less busy
+        ]  # chosen by load only
         assert second.config.cache.memory == client.info.kv_cache_bytes and second.config.replicas == 1
         assert first.config == second.config
         again = asyncio.create_task(tokens(client, request("again", max_tokens=100_000)))
@@ -104,20 +104,20 @@ async def test_they_look_like_one():
         await tokens(client, request("late"))
 
 
-async def test_prompts_go_where_their_beginning_is():
+async def test_prompts_are_routed_by_prefix():
     async with running(max_num_seqs=4) as client:
         for number in range(4):
             await tokens(client, request(f"a{number}", 60, length=200))
             await tokens(client, request(f"b{number}", 61, length=200))
             await tokens(client, request(f"c{number}", 60, length=200, cache_salt="another"))
         parts = (await client.stats()).engines
-        assert sorted(part.generation_tokens for part in parts) == [20, 40]  # one of three kinds is alone
+        assert sorted(part.generation_tokens for part in parts) == [20, 40]  # one of three prefixes has its own engine
 
 
-async def test_what_has_not_begun_goes_on_elsewhere_and_the_rest_is_told():
+async def test_unstarted_requests_are_moved_and_others_fail():
     async with running() as client:
         victim, other = client.engines
-        lengths = [100_000, *[60] * 7]  # the first one runs for as long as its engine
+        lengths = [100_000, *[60] * 7]  # the first request runs as long as its engine
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=m))) for n, m in enumerate(lengths)]
         await until(lambda: victim._child.last_requests() == {"r0"})
         os.kill(victim.pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ async def test_what_has_not_begun_goes_on_elsewhere_and_the_rest_is_told():
         assert None not in stats.engines
 
 
-async def test_a_request_that_kills_an_engine_kills_no_other():
+async def test_request_that_kills_an_engine_is_not_moved():
     async with running() as client:
         with pytest.raises(EngineDeadError):
             await tokens(client, request("poison", POISON))
@@ -140,13 +140,15 @@ async def test_a_request_that_kills_an_engine_kills_no_other():
         assert client.restarts == 1
 
 
-async def test_with_all_engines_gone_everybody_is_told():
+async def test_requests_fail_when_all_engines_are_gone():
     async with running() as client:
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=100_000))) for n in range(6)]
         await until(lambda: all(engine._child.last_requests() for engine in client.engines))
         for engine in client.engines:
             os.kill(engine.pid, signal.SIGKILL)
-        eventually(lambda: all(engine._child.ended for engine in client.engines), 20)  # else one may restart before
+        eventually(
+            lambda: all(engine._child.ended for engine in client.engines), 20
+        )  # otherwise one may restart before
         results = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(result, EngineDeadError) for result in results)
         await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in client.engines))
@@ -154,9 +156,9 @@ async def test_with_all_engines_gone_everybody_is_told():
         assert len(await tokens(client, request("new"))) == 5
 
 
-async def test_a_full_queue_is_full_everywhere():
+async def test_queue_limit_covers_all_replicas():
     async with running(max_waiting=2) as client:
-        lengths = [100_000, 100_000, 60, 60]  # the first two run, one an engine, and the others wait for them
+        lengths = [100_000, 100_000, 60, 60]  # the first two run, one per engine, and the others wait
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=m))) for n, m in enumerate(lengths)]
         await until(lambda: [replica.in_flight for replica in client._replicas] == [2, 2])
         with pytest.raises(QueueFullError):
@@ -166,7 +168,7 @@ async def test_a_full_queue_is_full_everywhere():
         assert [len(found) for found in await asyncio.gather(*work)][2:] == [60] * 2
 
 
-async def test_ended_samples_and_abandoned_requests_leave_nothing():
+async def test_ended_samples_and_aborted_requests_are_removed():
     async with running() as client:
         stream = client.generate(request("a", max_tokens=10_000))
         await anext(stream)
@@ -185,7 +187,7 @@ async def test_ended_samples_and_abandoned_requests_leave_nothing():
         raise AssertionError("something still runs")
 
 
-async def test_adapters_are_loaded_everywhere_and_brought_along():
+async def test_adapters_are_loaded_in_all_and_restarted_engines():
     async with running() as client:
         victim, other = client.engines
         await client.load_adapter(AdapterSource(1, "one", "/one"))
@@ -203,7 +205,7 @@ async def test_adapters_are_loaded_everywhere_and_brought_along():
         assert victim.adapter_ids == other.adapter_ids == frozenset()
 
 
-async def test_requests_go_where_their_adapter_is_still_there(tmp_path, caplog):
+async def test_requests_are_routed_to_engines_with_their_adapter(tmp_path, caplog):
     async with running(max_num_seqs=4) as client:
         victim, other = client.engines
         await client.load_adapter(AdapterSource(1, "one", str(tmp_path)))
@@ -225,7 +227,7 @@ async def test_requests_go_where_their_adapter_is_still_there(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_one_that_comes_while_an_adapter_is_loaded_has_it_like_the_others(monkeypatch, leaves):
+async def test_engine_started_during_a_load_has_the_adapter(monkeypatch, leaves):
     async with running() as client:
         victim, other = client.engines
         go, load = asyncio.Event(), other.load_adapter
@@ -251,7 +253,7 @@ async def test_one_that_comes_while_an_adapter_is_loaded_has_it_like_the_others(
             assert victim.adapter_ids == other.adapter_ids == client.adapter_ids == {1}
 
 
-async def test_one_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
+async def test_replica_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("SCRIPT_RELOAD_FILE", str(tmp_path / "mark"))  # the second load fails
     client = make_client()
     with pytest.raises(LoadError, match="the second load fails"):
@@ -260,10 +262,10 @@ async def test_one_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
     await client.close()
 
 
-async def test_one_that_is_given_up_leaves_the_others(monkeypatch):
+async def test_abandoned_replica_does_not_affect_others(monkeypatch):
     async with running() as client:
         victim, other = client.engines
-        monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")  # of engines that are started from now on
+        monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")  # of engines started from now on
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: victim.state == "failed")
         assert client.state == "ready" and len(await tokens(client, request("new"))) == 5
@@ -284,7 +286,7 @@ async def test_statistics_are_summed():
     assert sum_stats([None]) == EngineStats(engines=(None,))
 
 
-async def test_pages_stand_side_by_side():
+async def test_cache_pages_of_replicas_are_combined():
     def picture(sequences: int, owners: tuple[int, ...]) -> CacheSnapshot:
         group = CacheGroupSnapshot(2, 2, 1, None, (1, 0), (0, 0), (0, 1), owners)
         return CacheSnapshot(16, (group,), (CacheSequenceSnapshot(1, 1, 0, 1, 0, 0),) * sequences, 0.1)

@@ -1,4 +1,4 @@
-"""Slow consumers delay no other request, and an engine that has finished does not count as stuck."""
+"""Slow consumers do not delay other requests, and a finished engine is not stuck."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(name: str, max_tokens: int = 2) -> EngineRequest:
     return EngineRequest(name, [50, 7], SamplingParams(max_tokens=max_tokens))
 
 
-def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
+def test_finished_unread_request_is_not_in_flight() -> None:
     async def main() -> None:
         sent: list[Message] = []
         router = RequestRouter(sent.append, lambda: None)
@@ -37,15 +37,15 @@ def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
         await first
         assert router.in_flight == 1
         router.deliver(StepDone((RequestOutput("a", token_ids=(2,), finish_reason="length"),), 0.1))
-        assert router.in_flight == 0  # and its last output is not taken yet
+        assert router.in_flight == 0  # its last output has not been read
         assert (await anext(outputs)).token_ids == (2,)
         await outputs.aclose()
-        assert len(sent) == 1  # nothing is left to abort
+        assert len(sent) == 1  # nothing to abort
 
     asyncio.run(main())
 
 
-def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_outputs_are_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "MAX_BUFFERED_OUTPUT", 10)  # two outputs
 
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_outputs_do_not_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
 
     async def main() -> None:

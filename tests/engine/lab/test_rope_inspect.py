@@ -1,4 +1,4 @@
-"""`windlass rope inspect`: numbers against formulas written here, pictures that open, one-line errors."""
+"""`windlass rope inspect`: values against formulas, pictures and errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ YARN = '{"rope_type": "yarn", "factor": 4}'
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A config alone: nothing else is needed."""
+    """A config.json only, which suffices."""
     directory = tmp_path / "toy"
     directory.mkdir()
     config = {
@@ -39,18 +40,11 @@ def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.run(["rope", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
-    return captured.err
-
-
 def plain(theta: float = 5000.0) -> list[float]:
     return [theta ** (-2 * j / 16) for j in range(8)]
 
 
-def test_linear_beside_the_models_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_linear_scaling_and_the_models_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspect_json(capsys, '{"rope_type": "linear", "factor": 4}', "--model", str(model))
     assert found["inv_freq"] == pytest.approx([w / 4 for w in plain()], rel=1e-12)
     assert found["wavelengths"] == pytest.approx([2 * math.pi * 4 / w for w in plain()], rel=1e-12)
@@ -62,20 +56,20 @@ def test_linear_beside_the_models_own(model: Path, capsys: pytest.CaptureFixture
 def test_dynamic_follows_the_length(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scaling = '{"rope_type": "dynamic", "factor": 2}'
     found = inspect_json(capsys, scaling, "--model", str(model), "--length", "150")
-    reach = 100 * 2**0.75  # 168.2, the first grid point from 150 on
-    assert found["effective_length"] == pytest.approx(reach) and found["last_length"] == 168
-    assert found["inv_freq"] == pytest.approx(plain(5000 * (2 * reach / 100 - 1) ** (16 / 14)), rel=1e-12)
+    effective = 100 * 2**0.75  # 168.2, the first grid point from 150 on
+    assert found["effective_length"] == pytest.approx(effective) and found["last_length"] == 168
+    assert found["inv_freq"] == pytest.approx(plain(5000 * (2 * effective / 100 - 1) ** (16 / 14)), rel=1e-12)
     assert found["changed_pairs"] == 7
     short = inspect_json(capsys, scaling, "--model", str(model))
     assert short["changed_pairs"] == 0 and short["inv_freq"] == pytest.approx(plain(), rel=1e-12)
 
 
-def test_null_is_the_models_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_null_is_the_scaling_of_the_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspect_json(capsys, "null", "--model", str(model))
     assert found["changed_pairs"] == 0 and found["fingerprint"] == found["model"]["fingerprint"]
 
 
-def test_the_table_shows_every_pair_and_the_picture_opens(
+def test_table_and_picture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -93,7 +87,7 @@ def test_the_table_shows_every_pair_and_the_picture_opens(
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "proportional"])
-def test_a_turn_of_more_tokens_than_a_number_holds_is_none(
+def test_overflowing_wavelength_is_none(
     kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaling = json.dumps({"rope_type": kind, "factor": 1e308})
@@ -103,20 +97,18 @@ def test_a_turn_of_more_tokens_than_a_number_holds_is_none(
     assert "never turns" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size
 
 
-def test_the_default_is_that_of_other_commands(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_default_model_is_that_of_other_commands(
+    model: Path, error_of: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    monkeypatch.setattr(rope, "choose_model", lambda given: (asked.append(given) or "first", model))
+    requested = []
+    monkeypatch.setattr(rope, "choose_model", lambda given: (requested.append(given) or "first", model))
     assert inspect_json(capsys, YARN)["trained_length"] == 100
     assert cli.run(["rope", "inspect", YARN]) == 0 and capsys.readouterr().out.startswith("first, full_attention: yarn")
-    assert asked == [None, None]
-    assert (
-        "rope_scaling.factor" in error_of(capsys, "inspect", '{"rope_type": "yarn", "factor": 0}') and len(asked) == 2
-    )
+    assert requested == [None, None]
+    assert "rope_scaling.factor" in error_of("inspect", '{"rope_type": "yarn", "factor": 0}') and len(requested) == 2
 
 
-def test_a_known_name_is_one_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_known_model_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_json(capsys, YARN, "--model", "demo")["trained_length"] == 512
 
 
@@ -137,32 +129,32 @@ def test_a_known_name_is_one_here_too(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_errors_are_one_line(
-    arguments: list[str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, model: Path, tmp_path: Path, error_of: Callable[..., str]
 ) -> None:
     missing = str(tmp_path / "missing--here")
     given = ["inspect", "--model", str(model), *(a.replace("{missing}", missing) for a in arguments)]
-    assert words in error_of(capsys, *given)
+    assert words in error_of(*given)
 
 
-def test_a_config_that_is_no_json_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_config_json(model: Path, error_of: Callable[..., str]) -> None:
     (model / "config.json").write_text("{oops")
-    assert "not valid JSON" in error_of(capsys, "inspect", YARN, "--model", str(model))
+    assert "not valid JSON" in error_of("inspect", YARN, "--model", str(model))
 
 
-def test_without_matplotlib_pictures_say_what_to_install(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_pictures_without_matplotlib_name_the_package_to_install(
+    model: Path, error_of: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
     advice = ".venv/bin/pip install -c constraints.txt -e '.[plots]'"
-    assert advice in error_of(capsys, "inspect", YARN, "--model", str(model), "--png", "x.png")
-    assert advice in error_of(capsys, "sweep", "--text", "x.txt", "--out", "x.html")
+    assert advice in error_of("inspect", YARN, "--model", str(model), "--png", "x.png")
+    assert advice in error_of("sweep", "--text", "x.txt", "--out", "x.html")
     assert inspect_json(capsys, YARN, "--model", str(model))["rope_type"] == "yarn"
 
 
-def test_inspecting_imports_neither_torch_nor_matplotlib(model: Path) -> None:
+def test_inspect_imports_neither_torch_nor_matplotlib(model: Path) -> None:
     code = (
         "import sys; from windlass.server.cli import main as cli; "
         f"assert cli.run(['rope', 'inspect', {YARN!r}, '--model', {str(model)!r}, '--json']) == 0; "

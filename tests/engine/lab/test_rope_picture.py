@@ -1,4 +1,4 @@
-"""`windlass rope picture`: numbers against formulas written here, every kind drawn, the gallery's page, one-line errors."""
+"""`windlass rope picture`: values against formulas, all kinds of pictures, the gallery and errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import math
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +31,8 @@ W = np.array([1.0, 0.3, 0.01])
 RNG = np.random.default_rng(1)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.run(["rope", "picture", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
-    return captured.err
-
-
 def brute_score(q: np.ndarray, k: np.ndarray, m: int, n: int) -> float:
-    """A rotation matrix for every pair."""
+    """The score with a rotation matrix for each pair."""
     total = 0.0
     for j, w in enumerate(W):
         matrices = [np.array([[math.cos(p * w), -math.sin(p * w)], [math.sin(p * w), math.cos(p * w)]]) for p in (m, n)]
@@ -46,7 +40,7 @@ def brute_score(q: np.ndarray, k: np.ndarray, m: int, n: int) -> float:
     return total
 
 
-def test_scores_are_those_of_rotation_matrices() -> None:
+def test_scores_equal_rotation_matrices() -> None:
     q, k = RNG.standard_normal((2, 6))
     for m, n in ((0, 0), (7, 2), (1005, 1000), (40, 3)):
         wanted = brute_score(q, k, m, n)
@@ -58,8 +52,8 @@ def test_scores_are_those_of_rotation_matrices() -> None:
     assert curves.mean_cosine(np.array([9.0]), W)[0] == pytest.approx(brute_score(ones, ones, 12, 3) / 6)
 
 
-def test_the_bound_bounds() -> None:
-    """RoFormer: |sum h_j e^(i r w_j)| <= max |h_(j+1) - h_j| sum |S_j|, h past the last being 0."""
+def test_decay_bound() -> None:
+    """RoFormer: |sum h_j e^(i r w_j)| <= max |h_(j+1) - h_j| sum |S_j|, with h = 0 after the last."""
     distances = np.arange(0.0, 300.0)
     bound = curves.decay_bound(distances, W)
     assert bound[0] == pytest.approx(2)  # (1 + 2 + 3) / 3
@@ -72,7 +66,7 @@ def test_the_bound_bounds() -> None:
         assert (np.abs(encoding_formulas.scores(q, k, distances, W)) <= steps.max() * bound * 3 + 1e-9).all()
 
 
-def test_other_encodings_are_those_of_their_papers() -> None:
+def test_other_encodings_equal_their_papers() -> None:
     table = encoding_formulas.sinusoids(np.arange(5.0), 8)
     assert table[3] == pytest.approx([f(3 / 10000 ** (i / 8)) for i in (0, 2, 4, 6) for f in (math.sin, math.cos)])
     assert encoding_formulas.alibi_slopes(8) == pytest.approx([1 / 2**h for h in range(1, 9)])
@@ -88,7 +82,7 @@ def test_other_encodings_are_those_of_their_papers() -> None:
     assert matrix[2].tolist() == [7, 6, 5] and math.isnan(matrix[0, 1])
 
 
-def test_errors_of_angles_grow_with_positions_in_float32_alone() -> None:
+def test_errors_of_angles_by_dtype() -> None:
     q, k = RNG.standard_normal((2, 128))
     frequencies = np.array(10000.0 ** (-np.arange(64) / 64))
     places = np.unique(np.geomspace(1, 1e5, 200).round())
@@ -99,7 +93,7 @@ def test_errors_of_angles_grow_with_positions_in_float32_alone() -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 6))
-def test_the_usual_scalings_are_those_of_the_formulas(at: int) -> None:
+def test_default_scalings_equal_the_formulas(at: int) -> None:
     subject = make_subject(None, None, [], None, "Llama 2")
     assert (subject.base, subject.length, len(subject.compared)) == (LLAMA_2, 100_000, 6)
     label, scaling = subject.compared[at]
@@ -115,7 +109,7 @@ def test_the_usual_scalings_are_those_of_the_formulas(at: int) -> None:
 @pytest.mark.parametrize(
     "kind", slow_but([name for name in KINDS if name != "attention"], "angles", "cos-sin", "decay")
 )
-def test_every_kind_is_drawn_as_both(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_as_png_and_svg(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["rope", "picture", kind, "--theta", "5000", "--dim", "16", "--trained-len", "64"]
     png, svg = tmp_path / "a.png", tmp_path / "a.SVG"
     assert cli.run([*common, "--out", str(png)]) == 0, capsys.readouterr().err
@@ -130,7 +124,7 @@ def test_every_kind_is_drawn_as_both(kind: str, tmp_path: Path, capsys: pytest.C
     assert ("yarn 3" in text) == (kind in ("scalings", "extrapolation"))
 
 
-def test_options_name_the_kinds_there_are() -> None:
+def test_options_list_all_kinds() -> None:
     assert list(KINDS) == list(rope.PICTURE_KINDS)
 
 
@@ -159,7 +153,7 @@ def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (near, far) == (1, 0)
 
 
-def test_dollars_are_no_mathematics(tmp_path: Path) -> None:
+def test_dollar_signs_are_literal(tmp_path: Path) -> None:
     out = tmp_path / "a.svg"
     save_figure(draw_attention("a $$b$$", 0, ["$x$", "\\$$y"], np.tril(np.full((1, 2, 2), 0.5)), [0]), out)
     text = out.read_text(encoding="utf-8")
@@ -167,8 +161,8 @@ def test_dollars_are_no_mathematics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e90, 1e200, 1e308])
-def test_pairs_that_hardly_turn_are_left_out_of_the_picture(factor: float) -> None:
-    """Any warning fails the test."""
+def test_nearly_constant_pairs_are_omitted(factor: float) -> None:
+    """Warnings fail the test."""
     base = RotaryBase(rope_theta=1e4, head_dim=8, rotary_dim=8, trained_len=512)
     subject = make_subject(None, base, [RopeScaling.from_dict({"rope_type": "linear", "factor": factor})], 4096, "toy")
     figure = draw_scalings(subject)
@@ -178,13 +172,13 @@ def test_pairs_that_hardly_turn_are_left_out_of_the_picture(factor: float) -> No
     assert max(len(label.get_text()) for label in figure.axes[0].get_yticklabels()) < 20
 
 
-def test_the_usual_length_is_one_that_can_be_looked_at() -> None:
+def test_default_length_is_limited() -> None:
     for trained in (416_667, 20_000_000):
         base = RotaryBase(rope_theta=1e6, head_dim=8, rotary_dim=8, trained_len=trained)
         assert make_subject(None, base, [], None, "long").length == 10_000_000
 
 
-def test_a_learned_table_is_read_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learned_table_is_read_from_a_checkpoint(tmp_path: Path, error_of: Callable[..., str]) -> None:
     table = RNG.standard_normal((64, 12)).astype(np.float32)
     safetensors.numpy.save_file({"transformer.wpe.weight": table}, tmp_path / "model.safetensors")
     assert read_learned(tmp_path) == pytest.approx(table)
@@ -192,27 +186,27 @@ def test_a_learned_table_is_read_from_a_checkpoint(tmp_path: Path, capsys: pytes
     assert cli.run(["rope", "picture", "encodings", "--learned", str(tmp_path), "--out", str(out)]) == 0
     assert "learned (random here)" not in out.read_text(encoding="utf-8")
     safetensors.numpy.save_file({"other": table}, tmp_path / "model.safetensors")
-    assert "no table" in error_of(capsys, "encodings", "--learned", str(tmp_path), "--out", str(out))
+    assert "no table" in error_of("picture", "encodings", "--learned", str(tmp_path), "--out", str(out))
 
 
-def test_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(tmp_path: Path, error_of: Callable[..., str]) -> None:
     out = str(tmp_path / "a.png")
-    assert "did you mean 'scalings'" in error_of(capsys, "scaling", "--out", out)
-    assert ".png or .svg" in error_of(capsys, "decay", "--out", str(tmp_path / "a.jpg"))
-    assert "--out" in error_of(capsys, "decay", "--out", str(tmp_path / "none" / "a.png"))
+    assert "did you mean 'scalings'" in error_of("picture", "scaling", "--out", out)
+    assert ".png or .svg" in error_of("picture", "decay", "--out", str(tmp_path / "a.jpg"))
+    assert "--out" in error_of("picture", "decay", "--out", str(tmp_path / "none" / "a.png"))
     for dim in ("7", "2", "1000000"):
-        assert "--dim must be even and between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
+        assert "--dim must be even and between 4 and 4,096" in error_of("picture", "decay", "--dim", dim, "--out", out)
     for theta in ("1", "inf", "nan"):
-        assert "--theta must be a number above 1" in error_of(capsys, "decay", "--theta", theta, "--out", out)
-    assert "omit one of them" in error_of(capsys, "decay", "--dim", "8", "--model", "demo", "--out", out)
-    assert "--length" in error_of(capsys, "decay", "--length", "1", "--out", out)
-    assert "rope_type" in error_of(capsys, "decay", "--scaling", '{"rope_type": "yarm"}', "--out", out)
-    assert "layers 0 to" in error_of(capsys, "attention", "--model", "demo", "--layer", "77", "--out", out)
-    assert "--head" in error_of(capsys, "attention", "--model", "demo", "--head", "77", "--out", out)
+        assert "--theta must be a number above 1" in error_of("picture", "decay", "--theta", theta, "--out", out)
+    assert "omit one of them" in error_of("picture", "decay", "--dim", "8", "--model", "demo", "--out", out)
+    assert "--length" in error_of("picture", "decay", "--length", "1", "--out", out)
+    assert "rope_type" in error_of("picture", "decay", "--scaling", '{"rope_type": "yarm"}', "--out", out)
+    assert "layers 0 to" in error_of("picture", "attention", "--model", "demo", "--layer", "77", "--out", out)
+    assert "--head" in error_of("picture", "attention", "--model", "demo", "--head", "77", "--out", out)
     assert not Path(out).exists()
 
 
-def test_a_models_own_rotation_is_taken() -> None:
+def test_rotation_of_a_model() -> None:
     subject = make_subject(
         ROOT / "models" / "demo", None, [RopeScaling.from_dict({"rope_type": "linear", "factor": 2})], None, "demo"
     )
@@ -222,7 +216,7 @@ def test_a_models_own_rotation_is_taken() -> None:
     assert isinstance(subject.base, RotaryBase)
 
 
-def test_the_gallery_page_is_up_to_date() -> None:
+def test_gallery_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("make_gallery", ROOT / "tools" / "docs" / "make_gallery.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""`windlass rope sweep`: its numbers against transformers, its report, its rule for recommending, one-line errors."""
+"""`windlass rope sweep`: perplexities against transformers, reports, recommendations and errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.rotary_oracles import Uncached, dynamic_frequencies, plain_frequencies
-from helpers.tiny_models import make_model
-from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.interface.context import ContextRule
 from windlass.lab.perplexity_results import Curve, ScalingSweep, recommend
@@ -32,34 +31,22 @@ TRAINED, MAX_LEN, WINDOWS, DIM = 32, 128, 3, 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = byte_level()
-    size = tokenizer.get_vocab_size()
-    make_model("llama", directory, vocab_size=size, max_position_embeddings=TRAINED, num_hidden_layers=2)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "a <b> & c.txt"
     path.write_text(" ".join(f"line {i} says {i * i % 97} apples;" for i in range(60)), encoding="utf-8")
     return path
 
 
-def run_sweep(model: Path, text: Path, out: Path, *more: str) -> int:
-    return cli.run([
-        "rope", "sweep", str(model), "--text", str(text), "--max-len", str(MAX_LEN), "--windows", str(WINDOWS),
-        "--samples", "8", "--device", "cpu", "--out", str(out / "report.html"), "--json", str(out / "report.json"),
-        "--png", str(out / "plot.png"), "--markdown", str(out / "report.md"), *more,
-    ])  # fmt: skip
+@pytest.fixture(scope="module")
+def sweep(model: Path, text: Path, run_sweep: Callable[..., int]) -> Callable[..., int]:
+    options = ["--text", text, "--max-len", MAX_LEN, "--windows", WINDOWS, "--samples", 8]
+    return lambda out, *more: run_sweep(model, out, *options, "--png", out / "plot.png", *more)
 
 
 @pytest.fixture(scope="module")
-def report(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(sweep: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
-    assert run_sweep(model, text, out) == 0
+    assert sweep(out) == 0
     return out
 
 
@@ -69,7 +56,7 @@ def measured(report: Path) -> dict:
 
 
 def windows(model: Path, text: Path, starts: list[int]) -> list[list[int]]:
-    """The toy tokenizer begins every text with a token of its own, and so every window does."""
+    """Token ids of each window. The tokenizer begins every text, and so every window, with a token."""
     tokenizer = Tokenizer.from_directory(model)
     (bos,) = tokenizer.encode("")
     ids = tokenizer.encode(text.read_text())[1:]
@@ -97,7 +84,7 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-def test_perplexities_are_those_of_transformers(name: str, model: Path, text: Path, measured: dict) -> None:
+def test_perplexities_equal_transformers(name: str, model: Path, text: Path, measured: dict) -> None:
     reference = Uncached(model)
     rows = [
         losses(REFERENCES[name](reference, ids), ids) for ids in windows(model, text, measured["texts"][0]["windows"])
@@ -109,7 +96,7 @@ def test_perplexities_are_those_of_transformers(name: str, model: Path, text: Pa
     assert curve["perplexity"]["at 2× (64)"] == pytest.approx(perplexity(rows, 48, 64), rel=1e-3)
 
 
-def test_recompute_reads_every_length_anew(model: Path, text: Path, measured: dict) -> None:
+def test_recompute_reads_every_length_again(model: Path, text: Path, measured: dict) -> None:
     (curve,) = [curve for curve in measured["curves"] if curve["rope_update"] == "recompute"]
     frequencies = dynamic_frequencies(10_000.0, DIM, curve["rope_scaling"]["factor"], TRAINED, grid=True)
     reference = Uncached(model)
@@ -121,8 +108,8 @@ def test_recompute_reads_every_length_anew(model: Path, text: Path, measured: di
     assert measured["exact"]["sampled_rows"] == WINDOWS * 8
 
 
-def test_the_cut_text_is_read_in_trained_lengths(model: Path, text: Path, measured: dict) -> None:
-    """Row r reads the half or more of a trained length before it, as a text of its own."""
+def test_cut_text_is_read_in_trained_lengths(model: Path, text: Path, measured: dict) -> None:
+    """Each row reads at least half a trained length before it, as a separate text."""
     reference, plain = Uncached(model), plain_frequencies(10_000.0, DIM)
     rows = []
     for ids in windows(model, text, measured["texts"][0]["windows"]):
@@ -135,13 +122,13 @@ def test_the_cut_text_is_read_in_trained_lengths(model: Path, text: Path, measur
     assert curve["by_bucket"] == pytest.approx([perplexity(rows, a, b) for a, b in measured["buckets"]], rel=1e-3)
 
 
-def test_the_same_input_gives_the_same_report(model: Path, text: Path, report: Path, tmp_path: Path) -> None:
-    assert run_sweep(model, text, tmp_path) == 0
+def test_reports_are_reproducible(sweep: Callable[..., int], report: Path, tmp_path: Path) -> None:
+    assert sweep(tmp_path) == 0
     for name in ("report.html", "report.json", "report.md", "plot.png"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes(), name
 
 
-def test_the_page_is_self_contained_and_escapes_what_it_is_given(report: Path, measured: dict) -> None:
+def test_page_is_self_contained_and_escapes_its_input(report: Path, measured: dict) -> None:
     page = (report / "report.html").read_text(encoding="utf-8")
     seen: list[tuple[str, dict]] = []
 
@@ -167,13 +154,11 @@ def test_the_page_is_self_contained_and_escapes_what_it_is_given(report: Path, m
     ):
         assert label in drawn
     assert "currentColor" in page and "#010203" not in page
-    assert page.count("<tr") == len(measured["curves"]) + 1 + len(measured["curves"])  # the second table: all but one
+    assert page.count("<tr") == len(measured["curves"]) + 1 + len(measured["curves"])  # the second table omits one
     assert "\\<b\\>" in (report / "report.md").read_text(encoding="utf-8")
 
 
-def test_the_recommended_command_is_one_the_server_takes(
-    measured: dict, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recommended_command_is_valid(measured: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(launch, "serve", lambda *arguments: started.append(arguments) or 0)
     command = measured["recommendation"]["command"]
@@ -188,39 +173,35 @@ def test_the_recommended_command_is_one_the_server_takes(
     assert config.rotary.update == curve["rope_update"]
 
 
-def test_another_target_and_trained_length(model: Path, text: Path, tmp_path: Path) -> None:
-    assert run_sweep(model, text, tmp_path, "--target-len", "64", "--trained-len", "24", "--samples", "0") == 0
+def test_target_and_trained_length(sweep: Callable[..., int], tmp_path: Path) -> None:
+    assert sweep(tmp_path, "--target-len", "64", "--trained-len", "24", "--samples", "0") == 0
     found = json.loads((tmp_path / "report.json").read_text())
     names = {curve["name"]: curve for curve in found["curves"]}
     assert names["yarn 2.667"]["rope_scaling"]["original_max_position_embeddings"] == 24
     assert names["dynamic 1, frozen for 64"]["frozen_for"] == 64
-    assert names["dynamic 1, frozen for 64"]["perplexity"]["all positions"] is None  # it ends at 64
+    assert names["dynamic 1, frozen for 64"]["perplexity"]["all positions"] is None  # its context ends at 64
     assert found["exact"] is None and found["recommendation"]["target_length"] == 64
     assert "--max-model-len 64" in found["recommendation"]["command"]
 
 
-def test_a_chosen_scaling_that_is_frozen_is_measured_for_the_target_too(
-    model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_frozen_scaling_is_also_measured_for_the_target(sweep: Callable[..., int], tmp_path: Path) -> None:
     scaling = '{"rope_type": "dynamic", "factor": 2}'
     chosen = ("--scaling", scaling, "--policy", "frozen", "--no-cut", "--target-len", "64")
-    assert run_sweep(model, text, tmp_path, *chosen) == 0
+    assert sweep(tmp_path, *chosen) == 0
     found = json.loads((tmp_path / "report.json").read_text())
     frozen_for = {curve["name"]: curve["frozen_for"] for curve in found["curves"]}
     assert frozen_for == {"no scaling": None, "dynamic 2, frozen for 128": 128, "dynamic 2, frozen for 64": 64}
-    # The one for the target is among those that the recommendation weighs.
+    # The recommendation considers the one for the target.
     reasons = " ".join(found["recommendation"]["reasons"])
     assert "dynamic 2, frozen for 64" in found["recommendation"]["curve"] + reasons
-
-
-# The rule, on numbers made up for it.
 
 
 def curve(name: str, kind: str, level: float, inside: float, policy: str | None = None, rows: int = 64) -> Curve:
     nll = np.full((2, rows), math.log(level))
     nll[:, :16] = math.log(inside)
     scaling = {"rope_type": "default"} if kind == "none" else {"rope_type": kind, "factor": 2.0}
-    return Curve(name, name, kind, scaling, policy, rows if policy == "frozen" else None, True, nll=nll)  # type: ignore[arg-type]
+    longest = rows if policy == "frozen" else None
+    return Curve(name, kind, scaling, policy, label=name, longest=longest, plotted=True, nll=nll)  # type: ignore[arg-type]
 
 
 def result(*curves: Curve) -> ScalingSweep:
@@ -230,7 +211,7 @@ def result(*curves: Curve) -> ScalingSweep:
 NONE, CUT = curve("no scaling", "none", 90, 10), curve("cut", "cut", 11, 10)
 
 
-def test_the_lowest_perplexity_wins_and_the_reference_never_does() -> None:
+def test_lowest_perplexity_wins_except_for_the_reference() -> None:
     found = recommend(result(NONE, CUT, curve("yarn", "yarn", 20, 12), curve("linear", "linear", 30, 13)))
     assert found.curve == "yarn"
     assert shlex.split(found.command)[-1] == '{"rope_type": "yarn", "factor": 2.0}'
@@ -238,7 +219,7 @@ def test_the_lowest_perplexity_wins_and_the_reference_never_does() -> None:
     assert any("20 %" in reason and "per request" in reason for reason in found.reasons)
 
 
-def test_little_text_is_called_little_and_what_it_cannot_tell_is_said() -> None:
+def test_recommendation_states_few_windows_and_unclear_differences() -> None:
     def of(count: int, *curves: Curve) -> list[str]:
         wide = [replace(c, nll=np.repeat(c.nll[:1], count, axis=0)) for c in curves]
         text = SweptText("t", 1000, "", tuple(range(0, 30 * count, 30)))
@@ -248,12 +229,12 @@ def test_little_text_is_called_little_and_what_it_cannot_tell_is_said() -> None:
     assert any("based on 1 window only" in reason for reason in of(1, NONE, CUT, yarn, linear))
     assert any("based on 2 windows only" in reason for reason in of(2, NONE, CUT, yarn, linear))
     assert not any("based on" in reason or "distinguish" in reason for reason in of(5, NONE, CUT, yarn, linear))
-    # As good on average, better in one window and worse in the other.
+    # Equal on average, better in one window and worse in the other.
     unsure = replace(linear, nll=yarn.nll + np.array([[0.3], [-0.28]]))
     assert "This text cannot distinguish the two." in recommend(result(NONE, CUT, yarn, unsure)).reasons
 
 
-def test_within_one_per_cent_the_simpler_wins() -> None:
+def test_simpler_scaling_wins_within_one_per_cent() -> None:
     rotate, frozen = curve("r", "dynamic", 20, 10, "rotate"), curve("f", "dynamic", 20.1, 10, "frozen")
     assert recommend(result(NONE, CUT, rotate, frozen)).curve == "f"
     assert recommend(result(NONE, CUT, rotate, replace(frozen, nll=frozen.nll * 1.05))).curve == "r"
@@ -261,27 +242,27 @@ def test_within_one_per_cent_the_simpler_wins() -> None:
     assert recommend(result(replace(NONE, nll=frozen.nll), CUT, rotate, frozen)).curve == "no scaling"
 
 
-def test_a_difference_that_rounds_to_nothing_is_called_the_same() -> None:
+def test_negligible_difference_is_reported_as_the_same() -> None:
     linear = curve("l", "linear", 20, 10)
     for level, words in ((20, "Next comes l: the same."), (20.005, "the same."), (20.02, "0.1 ± 0.0 % worse.")):
-        other = curve("y", "yarn", 40 - level, 10)  # as much better as level is above 20
+        other = curve("y", "yarn", 40 - level, 10)  # better by as much as level is above 20
         reasons = recommend(result(NONE, CUT, other, linear)).reasons
         assert any(words in reason for reason in reasons), reasons
         assert not any(": 0.0 " in reason for reason in reasons)
 
 
-def test_frozen_for_another_length_is_not_recommended() -> None:
+def test_scaling_frozen_for_another_length_is_not_recommended() -> None:
     other = replace(curve("f", "dynamic", 12, 10, "frozen"), longest=200)
     assert recommend(result(NONE, CUT, other, curve("yarn", "yarn", 20, 12))).curve == "yarn"
 
 
-def test_a_window_is_compared_with_and_never_recommended() -> None:
+def test_window_is_compared_and_not_recommended() -> None:
     window = replace(curve("w", "window", 10, 10), context=ContextRule(attention_window=8, attention_sinks=2))
     found = recommend(result(NONE, CUT, window, curve("yarn", "yarn", 20, 12)))
     assert found.curve == "yarn" and not any("w:" in reason for reason in found.reasons)
 
 
-def test_how_far_a_scaling_holds() -> None:
+def test_length_up_to_which_a_scaling_holds() -> None:
     breaks = curve("b", "yarn", 12, 10)
     breaks.nll[:, 40:] = math.log(40)
     found = result(NONE, CUT, breaks)
@@ -322,44 +303,40 @@ def test_how_far_a_scaling_holds() -> None:
         (["--text", "{text}", "--kv-cache-dtype", "int7"], "--kv-cache-dtype"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_options_are_one_line(
     arguments: list[str],
     words: str,
     model: Path,
     text: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    error_of: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00x")
     (tmp_path / "empty").mkdir()
-    names = ("missing", "binary", "empty")
-    places = {"{text}": text, **{f"{{{name}}}": tmp_path / name for name in names}}
+    places = {"{text}": text, **{f"{{{name}}}": tmp_path / name for name in ("missing", "binary", "empty")}}
     given = list(arguments)
     for mark, path in places.items():
         given = [word.replace(mark, str(path)) for word in given]
-    monkeypatch.setattr(Scorer, "load", None)  # all of it is said before the model is read
-    assert cli.run(["rope", "sweep", str(model), "--out", str(tmp_path / "r.html"), *given]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and words in error, error
+    monkeypatch.setattr(Scorer, "load", None)  # options are checked before the model is loaded
+    assert words in error_of("sweep", str(model), "--out", str(tmp_path / "r.html"), *given)
     assert not (tmp_path / "r.html").exists()
 
 
-def test_a_missing_model_is_one_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model(text: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
     missing = str(tmp_path / "nowhere--here")
-    assert cli.run(["rope", "sweep", missing, "--text", str(text), "--out", str(tmp_path / "r.html")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert missing in error_of("sweep", missing, "--text", str(text), "--out", str(tmp_path / "r.html"))
 
 
 @pytest.mark.parametrize("tasks", [False, True])
-def test_without_a_model_it_is_the_one_that_serve_takes(
+def test_default_model_is_that_of_serve(
     tasks: bool, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = {False: "windlass.lab.perplexity_sweep.run_sweep", True: "windlass.lab.retrieval_sweep.run_tasks"}
-    asked: list[Any] = []
-    monkeypatch.setattr(run[tasks], asked.append)
+    runs: list[Any] = []
+    monkeypatch.setattr(run[tasks], runs.append)
     monkeypatch.setattr(rope, "choose_model", lambda given: (given or "first", model))
     more = ["--tasks", "passkey"] if tasks else ["--text", str(text)]
     for given in ([], [str(model)]):
         assert cli.run(["rope", "sweep", *given, "--out", str(tmp_path / "r.html"), *more]) == 0
-    assert [(options.model_name, options.model) for options in asked] == [("first", model), (str(model), model)]
+    assert [(options.model_name, options.model) for options in runs] == [("first", model), (str(model), model)]

@@ -1,9 +1,10 @@
-"""`windlass rope sweep --tasks`: its numbers against transformers, its report, and a run that goes on."""
+"""`windlass rope sweep --tasks`: scores against transformers, reports and resumption."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 import torch
 from helpers.engines import make_core
 from helpers.rotary_oracles import Uncached, plain_frequencies
-from helpers.tiny_models import make_model
-from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import ContextRule
@@ -30,33 +29,26 @@ LINEAR = '{"rope_type": "linear", "factor": 1.5}'
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = byte_level()
-    size = tokenizer.get_vocab_size()
-    make_model("llama", directory, vocab_size=size, max_position_embeddings=TRAINED, num_hidden_layers=2)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
+def run(model: Path, run_sweep: Callable[..., int]) -> Callable[..., int]:
+    """Run the tasks, with all passes in kept.jsonl of the folder."""
 
+    def run(out: Path, *more: object, tasks: str = ",".join(TASKS)) -> int:
+        options = ["--tasks", tasks, "--lengths", LENGTH, "--documents", 2, "--kv-cache-memory", "64MiB"]
+        return run_sweep(model, out, *options, "--keep", out / "kept.jsonl", *more)
 
-def run(model: Path, out: Path, *more: str, tasks: str = ",".join(TASKS)) -> int:
-    return cli.run([
-        "rope", "sweep", str(model), "--tasks", tasks, "--lengths", f"{LENGTH}", "--documents", "2",
-        "--device", "cpu", "--kv-cache-memory", "64MiB", "--out", str(out / "r.html"), "--json", str(out / "r.json"),
-        "--markdown", str(out / "r.md"), "--keep", str(out / "kept.jsonl"), *more,
-    ])  # fmt: skip
+    return run
 
 
 @pytest.fixture(scope="module")
-def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(run: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
-    assert run(model, out, "--lengths", f"{TRAINED},{LENGTH}", "--png", str(out / "plot.png")) == 0
+    assert run(out, "--lengths", f"{TRAINED},{LENGTH}", "--png", str(out / "plot.png")) == 0
     return out
 
 
 @pytest.fixture(scope="module")
 def measured(report: Path) -> dict[str, Any]:
-    return json.loads((report / "r.json").read_text())
+    return json.loads((report / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +70,7 @@ def total(rows: torch.Tensor, start: int, ids: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize(("name", "factor"), [("no scaling", 1.0), ("linear 2", 2.0)])
-def test_choices_and_segments_are_scored_as_transformers_scores_them(
+def test_scores_of_choices_and_segments_equal_transformers(
     name: str, factor: float, model: Path, kept: list[dict[str, Any]]
 ) -> None:
     reference = Uncached(model)
@@ -99,7 +91,7 @@ def test_choices_and_segments_are_scored_as_transformers_scores_them(
         assert entry["exact"] == [best == list(question.choices[0])]
 
 
-def test_a_cut_text_is_its_head_and_its_last_tokens(model: Path, kept: list[dict[str, Any]]) -> None:
+def test_cut_text_is_its_head_and_its_last_tokens(model: Path, kept: list[dict[str, Any]]) -> None:
     doc = document(model, LENGTH, 0)
     name = "text cut to the trained length"
     (entry,) = [e for e in kept if (e["scaling"], e["length"], e["document"]) == (name, LENGTH, 0)]
@@ -112,7 +104,7 @@ def test_a_cut_text_is_its_head_and_its_last_tokens(model: Path, kept: list[dict
     assert len(ids) <= TRAINED and entry["choices"][0][1] == pytest.approx(expected, abs=5e-3)
 
 
-def test_key_tokens_are_told_by_a_long_and_a_short_context_without_scaling(
+def test_key_tokens_differ_between_a_long_and_a_short_context(
     model: Path, measured: dict[str, Any], kept: list[dict[str, Any]]
 ) -> None:
     reference, count = Uncached(model), 0
@@ -129,8 +121,8 @@ def test_key_tokens_are_told_by_a_long_and_a_short_context_without_scaling(
     assert {c["key_tokens"]["tokens"] for c in found["candidates"]} == {count}
 
 
-def test_equal_readings_are_made_once(measured: dict[str, Any], kept: list[dict[str, Any]]) -> None:
-    """Within the trained length the cut text, dynamic, longrope and log-n are the model as it is."""
+def test_equal_readings_are_computed_once(measured: dict[str, Any], kept: list[dict[str, Any]]) -> None:
+    """Within the trained length, the cut text, dynamic, longrope and log-n equal no scaling."""
     names = [candidate["name"] for candidate in measured["lengths"][0]["candidates"]]
     short = [entry["scaling"] for entry in kept if (entry["length"], entry["document"]) == (TRAINED, 0)]
     alike = {"text cut to the trained length", "dynamic 2", "log_n", "longrope, untrained ramp to 2"}
@@ -141,8 +133,8 @@ def test_equal_readings_are_made_once(measured: dict[str, Any], kept: list[dict[
     assert measured["documents"][0]["length"] == TRAINED and all(r == right["no scaling"] for r in right.values())
 
 
-def test_an_interrupted_run_goes_on(
-    model: Path, report: Path, measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_interrupted_run_is_resumed(
+    run: Callable[..., int], report: Path, measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     lines = (report / "kept.jsonl").read_text().splitlines(keepends=True)
@@ -154,28 +146,28 @@ def test_an_interrupted_run_goes_on(
         return scores(self, given, computed)
 
     monkeypatch.setattr(BatchScorer, "scores", counting)
-    # What is whole can be reported on.
-    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}", "--report-only") == 0 and not texts
-    part = json.loads((tmp_path / "r.json").read_text())
+    # Complete documents can be reported.
+    assert run(tmp_path, "--lengths", f"{TRAINED},{LENGTH}", "--report-only") == 0 and not texts
+    part = json.loads((tmp_path / "report.json").read_text())
     assert part["documents"] == measured["documents"][:3]
-    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0
+    assert run(tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0
     assert len(texts) == 3 * 5  # a segment and four choices each
-    again = json.loads((tmp_path / "r.json").read_text())
+    again = json.loads((tmp_path / "report.json").read_text())
     assert again.keys() == measured.keys() and all(
         again[part] == measured[part] for part in ("documents", "verdicts", "tasks")
     )
     texts.clear()
     capsys.readouterr()
-    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0 and not texts
+    assert run(tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0 and not texts
     assert "passes" not in capsys.readouterr().err
-    # Other facts are other documents.
-    assert run(model, tmp_path, "--documents", "1", "--seed", "2", "--scaling", LINEAR) == 0 and texts
+    # Another seed makes other documents.
+    assert run(tmp_path, "--documents", "1", "--seed", "2", "--scaling", LINEAR) == 0 and texts
 
 
-def test_the_report_tells_who_wins_and_how_to_serve_it(
+def test_report_has_verdicts_and_commands(
     model: Path, report: Path, measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, words = ((report / name).read_text() for name in ("r.html", "r.md"))
+    page, words = ((report / name).read_text() for name in ("report.html", "report.md"))
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
     assert (report / "plot.png").read_bytes().startswith(b"\x89PNG")
     for verdict in measured["verdicts"]:
@@ -192,25 +184,25 @@ def test_the_report_tells_who_wins_and_how_to_serve_it(
     assert "McNemar" in words and "Wilson" in words and "bootstrap over questions" in words
 
 
-def test_chosen_scalings(model: Path, tmp_path: Path) -> None:
-    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", tasks="passkey") == 0
-    found = json.loads((tmp_path / "r.json").read_text())
+def test_chosen_scalings(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run(tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", tasks="passkey") == 0
+    found = json.loads((tmp_path / "report.json").read_text())
     candidates = found["lengths"][0]["candidates"]
     assert [c["name"] for c in candidates] == ["no scaling", "linear 1.5"]
     assert candidates[1]["request"] == {"rope_scaling": {"rope_type": "linear", "factor": 1.5}}
     assert all(c["key_tokens"] is None for c in candidates) and found["tasks"] == ["passkey"]
 
 
-def test_a_window_is_asked_about_where_it_is_given(model: Path, tmp_path: Path) -> None:
+def test_window_is_measured_where_it_is_given(model: Path, run: Callable[..., int], tmp_path: Path) -> None:
     window = ["--attention-window", "400", "--attention-sinks", "16"]
-    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", *window, tasks="passkey") == 0
-    found = json.loads((tmp_path / "r.json").read_text())["lengths"][0]["candidates"]
+    assert run(tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", *window, tasks="passkey") == 0
+    found = json.loads((tmp_path / "report.json").read_text())["lengths"][0]["candidates"]
     assert found[2]["request"] == {"attention_window": 400, "attention_sinks": 16}
     lines = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     plain, seen = (next(x for x in lines if x["scaling"].startswith(name)) for name in ("no scaling", "window"))
     asked = document(model, LENGTH, 0, ("passkey",))
     assert len(asked.ids) > 400 and plain["choices"] != seen["choices"]
-    # The engine reads every text of its own for such a request, and says the same of each.
+    # The engine computes the same values with a request per text.
     core = make_core(model, max_model_len=LENGTH, prefix_caching=False)
     rule = ContextRule(attention_window=400, attention_sinks=16)
     for question, choices in zip(asked.questions, seen["choices"], strict=True):
@@ -224,8 +216,8 @@ def test_a_window_is_asked_about_where_it_is_given(model: Path, tmp_path: Path) 
             assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_windows_are_read_with_the_texts_that_they_share(model: Path) -> None:
-    """Texts under two windows and none in one call: each is what it is alone, and what they begin with is read once."""
+def test_texts_with_windows_share_their_beginnings(model: Path) -> None:
+    """Texts with two windows and without one in one call: equal to separate calls, with common beginnings read once."""
     scorer = BatchScorer.load(model, max_model_len=512, device="cpu", kv_cache_memory=64 << 20)
     ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(2)).tolist()
     rules = [ContextRule(attention_window=n, attention_sinks=4) for n in (64, 100)]
@@ -243,12 +235,12 @@ def test_windows_are_read_with_the_texts_that_they_share(model: Path) -> None:
         list(scorer.scores([TextToScore(tuple(ids), 200, context=ContextRule(attention_window=4096))]))
 
 
-def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
+def test_custom_texts(run: Callable[..., int], tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text(" ".join(f"Line {i} says nothing of it." for i in range(400)), encoding="utf-8")
-    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--text", str(text), tasks="passkey") == 0
-    assert json.loads((tmp_path / "r.json").read_text())["texts"] == ["own.txt"]
-    assert "cut from own.txt" in (tmp_path / "r.md").read_text()
+    assert run(tmp_path, "--documents", "1", "--scaling", LINEAR, "--text", str(text), tasks="passkey") == 0
+    assert json.loads((tmp_path / "report.json").read_text())["texts"] == ["own.txt"]
+    assert "cut from own.txt" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -282,12 +274,12 @@ def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
         (["--tasks", "passkey", "--json", "{text}", "--png", "{text}"], "are both"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_options_are_one_line(
     arguments: list[str],
     words: str,
     model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    error_of: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -296,10 +288,8 @@ def test_what_is_wrong_is_one_line(
     (tmp_path / "foreign").write_text('{"key": "0", "nll": [1.0]}\n', encoding="utf-8")
     places = {"{text}": "short.txt", "{other}": "other/short.txt", "{foreign}": "foreign"}
     given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
-    monkeypatch.setattr(BatchScorer, "load", None)  # all of it is said before the model is read
-    assert cli.run(["rope", "sweep", str(model), "--out", str(tmp_path / "r.html"), *given]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and words in error, error
+    monkeypatch.setattr(BatchScorer, "load", None)  # options are checked before the model is loaded
+    assert words in error_of("sweep", str(model), "--out", str(tmp_path / "r.html"), *given)
     assert not (tmp_path / "r.html").exists()
 
 
@@ -311,16 +301,16 @@ def test_what_is_wrong_is_one_line(
         (["--scaling", '{"rope_type": "learned"}'], "learned"),
     ],
 )
-def test_more_than_the_engine_gives_is_one_line(
-    arguments: list[str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_errors_of_the_engine_are_one_line(
+    arguments: list[str], words: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, tmp_path, *arguments) == 2
+    assert run(tmp_path, *arguments) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("error: ") and words in last, last
 
 
-def test_more_texts_are_taken_than_a_server_lets_wait(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All readings of a long document are in the engine at once, far more tokens than a server's queue may hold."""
+def test_scorer_has_no_queue_limit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All readings of a long document are queued at once, beyond the limit of a server's queue."""
     scorer = BatchScorer.load(model, max_model_len=LENGTH)
     with monkeypatch.context() as patched:
         patched.setattr(Sequence, "num_tokens", property(lambda self: 100_000_000))

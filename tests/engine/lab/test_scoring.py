@@ -1,4 +1,4 @@
-"""The scorer against transformers, family by family, and its own bookkeeping of rows, chunks and stages."""
+"""The scorer against transformers for each family, and its rows, chunks and rotary stages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_under_a_scaling(family: str, tmp_path: Path) -> None:
-    """Windows of 8 and two rotary groups included; 16 rows at a time, so that chunks meet the cache."""
+def test_logits_of_every_family_with_a_scaling(family: str, tmp_path: Path) -> None:
+    """Includes windows of 8 and two rotary groups. Chunks of 16 rows attend to cached keys."""
     scorer = load(make_model(family, tmp_path, max_position_embeddings=64), chunk=16)
     plan = scorer.plan(LENGTH, RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}))
     names = [group.name for group in plan.groups]
@@ -42,7 +42,7 @@ def test_every_family_under_a_scaling(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["frozen", "recompute", "rotate"])
-def test_logprobs_are_those_of_the_logits_at_the_rows_asked_for(llama: Path, policy: str) -> None:
+def test_logprobs_equal_the_logits_of_the_requested_rows(llama: Path, policy: str) -> None:
     scorer = load(llama, chunk=16)
     plan = scorer.plan(LENGTH, DYNAMIC, policy)  # type: ignore[arg-type]
     expected = scorer.logits(IDS, plan)[:-1].log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_the_logits_at_the_rows_asked_for(llama: Path, pol
 
 
 @pytest.mark.parametrize("policy", ["frozen", "recompute", "rotate"])
-def test_the_work_is_what_passes_through_the_model(llama: Path, policy: str) -> None:
+def test_work_is_the_number_of_computed_tokens(llama: Path, policy: str) -> None:
     scorer = load(llama, chunk=16)
     plan = scorer.plan(LENGTH, DYNAMIC, policy)  # type: ignore[arg-type]
     for rows in (range(LENGTH - 1), [0, 31, 32, 37, 38, 64, 88], [40], []):
@@ -61,7 +61,7 @@ def test_the_work_is_what_passes_through_the_model(llama: Path, policy: str) -> 
         assert scorer.work(plan, rows) == sum(passed)
 
 
-def test_exact_rows_are_uncached_passes_of_their_own_length(llama: Path) -> None:
+def test_exact_rows_equal_uncached_passes(llama: Path) -> None:
     scorer = load(llama)
     plan = scorer.plan(LENGTH, DYNAMIC, "recompute", exact=True)
     rows = [10, 40, 41, 77]
@@ -81,7 +81,7 @@ def test_exact_rows_are_uncached_passes_of_their_own_length(llama: Path) -> None
         ({"rope_type": "rerope", "window": 10, "factor": 2.5}, rerope(10, 2.5)),
     ],
 )
-def test_rules_of_distances(obj: dict[str, Any], distance: Distance, llama: Path) -> None:
+def test_distance_based_scalings(obj: dict[str, Any], distance: Distance, llama: Path) -> None:
     scorer = load(llama, chunk=16)
     plan = scorer.plan(LENGTH, RopeScaling.from_dict(obj))
     oracle = DistanceOracle(llama, plan.stage(LENGTH).specs[0].inv_freq, distance=distance)
@@ -93,7 +93,7 @@ WINDOW = ContextRule(attention_window=19, attention_sinks=3)
 
 
 def windowed_logits(directory: Path, scorer: Scorer, ids: list[int]) -> torch.Tensor:
-    """[T, V] with keys rotated anew for every token: it sees 19 tokens, and 3 sinks as if they stood right before those."""
+    """[T, V] with keys rotated again for every token, which sees 19 tokens and 3 sinks at the positions just before them."""
     oracle = RawKeyOracle(directory, scorer.plan(len(ids)).stage(len(ids)).specs, ["full_attention"])
     for i, token in enumerate(ids):
         first = max(0, i - 18)
@@ -103,7 +103,7 @@ def windowed_logits(directory: Path, scorer: Scorer, ids: list[int]) -> torch.Te
 
 
 @pytest.mark.parametrize("chunk", [16, 512])
-def test_a_window_with_sinks(chunk: int, llama: Path) -> None:
+def test_window_with_sinks(chunk: int, llama: Path) -> None:
     scorer = load(llama, chunk)
     logits = windowed_logits(llama, scorer, IDS)[:-1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
@@ -113,8 +113,8 @@ def test_a_window_with_sinks(chunk: int, llama: Path) -> None:
 
 
 @pytest.mark.parametrize("seen", [None, WINDOW])
-def test_endings_are_read_as_if_each_alone_stood_behind_the_text(seen: ContextRule | None, llama: Path) -> None:
-    """The text ends within a block, one ending passes into the next and one is longer than a chunk."""
+def test_endings_are_scored_independently(seen: ContextRule | None, llama: Path) -> None:
+    """The text ends within a block, one ending reaches the next block, and one is longer than a chunk."""
     scorer = load(llama, chunk=16)
     passed: list[int] = []
     endings = [IDS[61:63], IDS[5:30], [7], IDS[61:90], IDS[61:63]]
@@ -132,10 +132,10 @@ def test_endings_are_read_as_if_each_alone_stood_behind_the_text(seen: ContextRu
     assert sum(passed) == 61 + sum(map(len, endings))
 
 
-def test_what_cannot_be_shared_among_endings_is_refused(llama: Path) -> None:
+def test_endings_that_cannot_share_the_text_are_refused(llama: Path) -> None:
     scorer = load(llama)
     plan = scorer.plan(LENGTH, DYNAMIC, "recompute")
-    assert len(scorer.endings(IDS[:10], [[3], [4, 5]], plan)) == 2  # all within the trained length
+    assert len(scorer.endings(IDS[:10], [[3], [4, 5]], plan)) == 2  # within the trained length
     with pytest.raises(RequestError, match="same frequencies"):
         scorer.endings(IDS[:31], [[3], [4, 5]], plan)
     for text, endings in (([], [[3]]), ([3], [[]])):
@@ -148,7 +148,7 @@ def test_what_cannot_be_shared_among_endings_is_refused(llama: Path) -> None:
             scorer.logprobs(IDS, plan, context=rule)
 
 
-def test_bad_rows_and_tokens_are_refused(llama: Path) -> None:
+def test_invalid_rows_and_tokens_are_refused(llama: Path) -> None:
     scorer = load(llama)
     plan = scorer.plan(LENGTH)
     with pytest.raises(RequestError, match="no next token"):

@@ -1,6 +1,6 @@
-"""Length-dependent frequencies and the cache: each policy equals its own reference, and transformers' cache equals none.
+"""Length-dependent frequencies with a KV cache: each policy equals its reference, and transformers' cache equals none.
 
-The references are in `helpers.rotary_oracles`; the page docs/stale-keys.md shows the same comparison at length.
+The references are in `helpers.rotary_oracles`. docs/stale-keys.md has the same comparison in detail.
 """
 
 from __future__ import annotations
@@ -76,13 +76,20 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_the_reference_without_a_cache_is_transformers_own(name: str, request: pytest.FixtureRequest) -> None:
-    """Its frequencies are written out anew; float32 angles in transformers leave a little room."""
+    """The reference computes the frequencies itself. The tolerance covers float32 angles in transformers."""
     directory = request.getfixturevalue(name)
     factor = 1.0 if name == "dynamic" else longrope_attention_factor(LONGROPE)
     frequencies: Frequencies = EXACT if name == "dynamic" else LONG
     mine = Uncached(directory, factor)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-    for length in (50, 64, 65, 96, 97, 140):  # ascending: dynamic frequencies of a longer text would stay
+    for length in (
+        50,
+        64,
+        65,
+        96,
+        97,
+        140,
+    ):  # ascending, since transformers retains dynamic frequencies of a longer text
         with torch.no_grad():
             logits = theirs(torch.tensor([IDS[:length]]), use_cache=False).logits[0]
         assert apart(mine.logits(IDS[:length], frequencies(length)), logits) < 2e-4, length
@@ -125,7 +132,7 @@ def test_rotate_equals_a_cache_of_unrotated_keys(dynamic: Path, prompt: int, chu
     truth = UnrotatedCache(dynamic).logits(IDS, GRID, prompt)
     rotated = read(dynamic, "rotate", prompt=prompt, chunk=chunk)
     assert apart(rotated, truth) < 1e-5
-    # Nor is it a recompute: deeper keys come from hidden states under the old frequencies.
+    # It differs from recompute, since keys of deeper layers depend on hidden states with the old frequencies.
     assert apart(rotated, Uncached(dynamic).at_each_length(IDS, GRID)) > 1e-2
 
 
@@ -141,9 +148,9 @@ def test_longrope_under_every_policy(longrope: Path) -> None:
 
 
 def served(directory: Path, prompt: int, **fields: object) -> tuple[list[int], Tensor, object]:
-    """What the whole engine makes of it, greedily, past several changes: all tokens, logits per step, the report."""
+    """All tokens, logits per step and the rotary report of greedy decoding in the engine, across several changes."""
     core = make_core(directory, max_model_len=LENGTH, max_num_batched_tokens=24)
-    others = [greedy(f"other {i}", IDS[i : i + 30], 20) for i in range(2)]  # the batch must not matter
+    others = [greedy(f"other {i}", IDS[i : i + 30], 20) for i in range(2)]  # the batch must not affect the result
     finished = run(core, [greedy("a", IDS[:prompt], LENGTH - prompt, **fields), *others])["a", 0]
     return IDS[:prompt] + finished.token_ids, torch.stack(finished.logits), finished.outputs[-1].rotary
 
@@ -167,7 +174,7 @@ def test_the_engine_generates_by_the_same_references(dynamic: Path, policy: str)
 
 @pytest.mark.parametrize("policy", [None, "frozen", "recompute", "rotate"])
 def test_the_engine_generates_longrope_by_the_same_references(longrope: Path, policy: RopeUpdate | None) -> None:
-    """Unset, it is recompute."""
+    """The default policy is recompute."""
     factor = longrope_attention_factor(LONGROPE)
     ids, logits, _ = served(longrope, 80, rope_update=policy)
     context, reference = ids[:-1], Uncached(longrope, factor)

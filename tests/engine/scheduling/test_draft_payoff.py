@@ -1,4 +1,4 @@
-"""Whether the draft model is used depends on step times alone, which are simulated here."""
+"""Use of the draft model by simulated step times."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def play(
     return asked
 
 
-def test_where_it_pays_one_step_in_65_goes_without() -> None:
+def test_useful_draft_model_is_measured_once_in_65_steps() -> None:
     asked = play(DraftPayoff(), 650, plain=1.0, drafted=2.0, accepted=2)
     assert not any(asked[:14]) and asked[14]  # measured for comparison
     assert asked[14:].count(False) == (650 - 14) // 65
 
 
-def test_where_it_loses_it_is_tried_less_and_less() -> None:
+def test_useless_draft_model_is_tried_less_often() -> None:
     asked = play(DraftPayoff(), 4000, plain=1.0, drafted=2.0, accepted=0)
     assert asked.count(True) < 200
     last = asked[-1000:]
     assert 14 <= last.count(True) <= 35 and sum(a and not b for a, b in pairwise(last)) >= 2
 
 
-def test_it_comes_back_when_it_pays_again() -> None:
+def test_draft_model_is_used_again_when_useful() -> None:
     payoff = DraftPayoff()
     play(payoff, 1000, plain=1.0, drafted=2.0, accepted=0)
     asked = play(payoff, 4000, plain=1.0, drafted=2.0, accepted=4)
     assert asked[-500:].count(True) > 480
 
 
-def test_a_tie_is_decided_by_tokens_per_second_of_as_many_streams() -> None:
+def test_tie_is_decided_by_tokens_per_second_of_equal_streams() -> None:
     payoff = DraftPayoff()
     for _ in range(3):
         one = play(payoff, 300, plain=1.0, drafted=1.5, accepted=1)
@@ -50,8 +50,8 @@ def test_a_tie_is_decided_by_tokens_per_second_of_as_many_streams() -> None:
     assert one[-100:].count(True) > 90 and many[-100:].count(True) < 10
 
 
-def test_the_first_step_of_a_trial_teaches_nothing() -> None:
-    """The draft model computes its lag then; if this step were measured, a draft model that pays off again would not be found."""
+def test_first_step_of_a_trial_is_not_measured() -> None:
+    """The draft model computes its lag in this step, whose time would make it appear useless."""
     payoff = DraftPayoff()
     play(payoff, 200, plain=1.0, drafted=2.0, accepted=0)
     asked, without = [], 0

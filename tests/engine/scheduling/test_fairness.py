@@ -1,4 +1,4 @@
-"""Fair queueing between callers by tokens, on its own and in the scheduler."""
+"""Fair queueing of callers by tokens, alone and in the scheduler."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ def ends_of(scheduler: Scheduler, executor: FakeExecutor) -> list[str]:
     lengths=st.fixed_dictionaries({name: st.lists(st.integers(1, 50), min_size=30, max_size=30) for name in "ab"}),
     shares=st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "ab"}),
 )
-def test_two_backlogged_callers_are_served_as_their_shares_are(
-    lengths: dict[str, list[int]], shares: dict[str, float]
-) -> None:
-    """The paper's bound: served tokens over shares differ by no more than one request of each, as long as both wait."""
+def test_backlogged_callers_are_served_by_their_shares(lengths: dict[str, list[int]], shares: dict[str, float]) -> None:
+    """The paper's bound: served tokens over shares differ by at most one request of each while both are backlogged."""
     fair_queue = FairQueue()
     waiting = [
         (fair_queue.enqueue(name, tokens, shares[name]), i, name, tokens)
@@ -57,42 +55,42 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100), st.booleans()), min_size=1, max_size=40))
-def test_one_caller_keeps_its_order_whatever_is_given_back(requests: list[tuple[int, int, bool]]) -> None:
-    """Whether they wait or are served."""
+def test_order_of_one_caller_is_unaffected_by_refunds(requests: list[tuple[int, int, bool]]) -> None:
+    """Both for waiting and for running requests."""
     fair_queue, taken, begun = FairQueue(), list[FairQueueEntry](), 0
     for tokens, spared, served in requests:
         taken.append(fair_queue.enqueue("a", tokens))
         if served:
             fair_queue.start_service(taken[begun])
             begun += 1
-        # Of an earlier request, perhaps a much longer one.
+        # Of an earlier, possibly much longer request.
         fair_queue.refund("a", taken[max(0, begun - 1)], spared)
         starts = [queue_entry.start for queue_entry in taken]
         assert starts == sorted(starts)
 
 
-def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None:
+def test_late_caller_is_ranked_before_the_backlog() -> None:
     fair_queue = FairQueue()
     starts = [fair_queue.enqueue("many", 10) for _ in range(100)]
     for start in starts[:4]:
         fair_queue.start_service(start)
     late = fair_queue.enqueue("one", 10)
     assert starts[3].start <= late.start < starts[4].start
-    # Idle time is not saved up: a caller that returns does not get it all back at once.
+    # Idle time gives no credit to a returning caller.
     assert fair_queue.enqueue("away", 10).start == late.start
 
 
-def test_tokens_that_were_not_needed_are_not_counted() -> None:
+def test_unused_tokens_are_not_counted() -> None:
     fair_queue = FairQueue()
     queue_entry = fair_queue.enqueue("a", 1000)
     fair_queue.start_service(queue_entry)
     fair_queue.refund("a", queue_entry, 990)
     assert fair_queue.enqueue("a", 1).start == 10
-    fair_queue.refund("nobody", queue_entry, 5)  # no longer remembered
+    fair_queue.refund("nobody", queue_entry, 5)  # removed
 
 
-def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
-    """All alike, and not before now: what other callers received in the meantime is not taken from them."""
+def test_waiting_requests_start_earlier_after_refunds() -> None:
+    """All equally and not before now, so that tokens of other callers in the meantime are not lost."""
     fair_queue = FairQueue()
     served, soon, later = (fair_queue.enqueue("a", tokens) for tokens in (1000, 500, 10))
     fair_queue.start_service(served)
@@ -110,7 +108,7 @@ def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
     assert fair_queue.enqueue("a", 1).start == 815
 
 
-def test_who_gives_up_waiting_moves_nobody_before_it() -> None:
+def test_cancelled_waiting_request_does_not_advance_others() -> None:
     fair_queue = FairQueue()
     fair_queue.start_service(fair_queue.enqueue("b", 10))
     first, _, last = (fair_queue.enqueue("a", 100) for _ in range(3))
@@ -118,7 +116,7 @@ def test_who_gives_up_waiting_moves_nobody_before_it() -> None:
     assert first.start == 0 and fair_queue.enqueue("a", 1).start == 200
 
 
-def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
+def test_irrelevant_callers_are_removed() -> None:
     fair_queue = FairQueue()
     for i in range(10_000):
         fair_queue.start_service(fair_queue.enqueue(f"caller {i}", 5))
@@ -127,8 +125,8 @@ def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("always_there", [0, 3])
-def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
-    """Callers are addresses, and a client may have many. `always_there`: callers that keep the queue busy."""
+def test_single_request_callers_are_removed(always_there: int) -> None:
+    """Callers are addresses, of which a client may have many. always_there: callers that keep the queue busy."""
     fair_queue = FairQueue()
     for i in range(always_there):
         fair_queue.enqueue(f"there {i}", 1 << 30)
@@ -142,8 +140,8 @@ def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
 
 
 @pytest.mark.parametrize("others", [["n0", "n1", "n2"], [f"n{i}" for i in range(3, 1000)]])
-def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: list[str]) -> None:
-    """One caller had 1,000 tokens while others were there; three are there at any time, the same ones or ever new ones."""
+def test_earlier_tokens_delay_a_caller_by_the_share_of_others(others: list[str]) -> None:
+    """One caller had 1,000 tokens while others were active; three are active at any time, the same or new ones."""
     fair_queue = FairQueue()
     fair_queue.enqueue("busy", 1 << 30)
     fair_queue.start_service(fair_queue.enqueue("a", 1000))
@@ -162,11 +160,11 @@ def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: lis
         fair_queue.advance(served)
         fair_queue.request_ended(first)
         waiting.append((fair_queue.enqueue(name if len(others) > 3 else first, 10), name if len(others) > 3 else first))
-    # `busy`, the three and `a` are there: 1,000 for `a` are 1,000 for each of four, of whom `busy` was not served.
+    # `busy`, the three and `a` are active: 1,000 for `a` are 1,000 for each of four, of whom `busy` was not served.
     assert 1000 < served <= 5000
 
 
-def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() -> None:
+def test_end_of_a_long_request_does_not_advance_the_backlog() -> None:
     """Computed tokens count at the time of the computation, not all at once for those who are active at its end."""
     fair_queue = FairQueue()
     fair_queue.start_service(long := fair_queue.enqueue("long", 100_000))
@@ -179,7 +177,7 @@ def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() 
 
 
 @pytest.mark.parametrize("spared", [0, 90])
-def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
+def test_concurrent_requests_of_one_caller_count_once(spared: int) -> None:
     """A request that starts advances the time, and its computed tokens do not advance it again."""
     fair_queue = FairQueue()
     starts = [fair_queue.enqueue("many", 100) for _ in range(192)]
@@ -199,10 +197,10 @@ def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
         fair_queue.request_ended("new")
 
 
-def test_nobody_owes_anything_where_nobody_waited() -> None:
+def test_tokens_without_competition_do_not_count() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     add(executor, replace(make_request("before", [1] * 50, max_tokens=100), caller="a"))
-    ends_of(scheduler, executor)  # alone, and idle since
+    ends_of(scheduler, executor)  # alone, and idle since then
     for i in range(3):
         add(executor, replace(make_request(f"new-{i}", [2], max_tokens=3), caller=f"new {i}"))
     step(scheduler, executor)
@@ -216,7 +214,7 @@ def test_nobody_owes_anything_where_nobody_waited() -> None:
     assert len(ends) <= 5
 
 
-def test_the_scheduler_serves_callers_in_turn() -> None:
+def test_scheduler_serves_callers_in_turn() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     for i in range(6):
         add(executor, replace(make_request(f"many-{i}", [i], max_tokens=3), caller="many"))
@@ -236,7 +234,7 @@ def test_the_scheduler_serves_callers_in_turn() -> None:
     ]
 
 
-def test_a_priority_counts_for_more_than_a_turn() -> None:
+def test_priority_precedes_fairness() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     for i in range(3):
         add(executor, replace(make_request(f"a-{i}", [i], max_tokens=1, priority=-1), caller="a"))
@@ -244,10 +242,10 @@ def test_a_priority_counts_for_more_than_a_turn() -> None:
     assert ends_of(scheduler, executor) == ["a-0", "a-1", "a-2", "b-0"]
 
 
-def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None:
-    """A caller whose requests end early is not set back by the lengths it allowed."""
+def test_short_responses_count_their_actual_length() -> None:
+    """A caller whose requests end early is not delayed by their maximum lengths."""
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
-    last = make_request("last", [1], max_tokens=1, priority=1)  # one request waits all the time
+    last = make_request("last", [1], max_tokens=1, priority=1)  # one request always waits
     add(executor, replace(last, caller="patient"))
     for i in range(3):
         request_id = f"short-{i}"
@@ -260,7 +258,7 @@ def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None
     assert ends_of(scheduler, executor) == ["other-0", "short", "other-1", "last"]
 
 
-def test_what_waits_is_not_set_back_by_what_an_earlier_one_was_allowed() -> None:
+def test_waiting_request_is_not_delayed_by_unused_tokens_of_an_earlier_one() -> None:
     """It is ranked as if it had arrived after the end of the other."""
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     add(executor, replace(make_request("a-0", [1], max_tokens=190), caller="a"))
@@ -278,11 +276,11 @@ def test_what_waits_is_not_set_back_by_what_an_earlier_one_was_allowed() -> None
     assert len(ends) <= 3
 
 
-def test_waiting_requests_have_a_bound_on_their_tokens_together() -> None:
+def test_total_tokens_of_waiting_requests_are_limited() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, max_waiting_tokens=100)
     add(executor, make_request("running", [1], max_tokens=4))
     step(scheduler, executor)
-    add(executor, make_request("long", [1] * 120, max_tokens=4))  # alone it may be as long as the context allows
+    add(executor, make_request("long", [1] * 120, max_tokens=4))  # alone it may fill the context
     with pytest.raises(QueueFullError, match="120 tokens are waiting"):
         add(executor, make_request("more", [1], max_tokens=4))
     ends_of(scheduler, executor)

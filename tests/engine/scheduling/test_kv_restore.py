@@ -44,9 +44,7 @@ def window(first: int) -> list[WantedBlock]:
     ids=["plain", "two groups", "far keys", "both", "passage", "passage in groups", "window"],
 )
 @pytest.mark.parametrize(("per_second", "waits"), [(990, False), (1010, True)])
-def test_a_thousand_tokens_a_second_are_waited_for_in_however_many_blocks(
-    wanted: list[WantedBlock], per_second: int, waits: bool
-) -> None:
+def test_restore_waits_by_tokens_and_not_by_blocks(wanted: list[WantedBlock], per_second: int, waits: bool) -> None:
     seconds = 1 + 800 / per_second  # nothing is cancelled in the first one
     blocks = cast(Any, SimpleNamespace(block_size=16))
     restoring = KVRestorer(blocks, cast(Any, None), cast(Any, None), lambda: seconds)

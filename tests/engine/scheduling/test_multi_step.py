@@ -29,7 +29,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 def scaled_traffic() -> list[EngineRequest]:
-    """Texts that outgrow their frequencies or drop tokens, and scalings with limited distances or second key copies."""
+    """Texts with frequency changes or dropped tokens, and scalings with limited distances or second key copies."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0}
     sent = [
         greedy(
@@ -66,7 +66,7 @@ def scaled_traffic() -> list[EngineRequest]:
     ],
     ids=["llama", "llama exact", "gemma3", "int8 cache", "int8 weights", "changing frequencies"],
 )
-def test_answers_are_those_of_one_pass_a_step(
+def test_tokens_equal_one_pass_per_step(
     model: str, sent: Callable[[], list[EngineRequest]], options: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
     options = {"max_model_len": 96, **options}
@@ -84,8 +84,8 @@ def test_answers_are_those_of_one_pass_a_step(
 
 
 @pytest.mark.parametrize("logprobs", [None, 1], ids=["by kernels", "by the sampler"])
-def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of: Callable[[str], Path]) -> None:
-    """No pass is computed for a stream that a token has ended, and the other streams of the step do not wait for it."""
+def test_stream_end_ends_its_passes(logprobs: int | None, directory_of: Callable[[str], Path]) -> None:
+    """No pass is computed for an ended stream, and the other streams of the step do not wait for it."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
     (alone,) = run(core, [greedy("a", prompt(1, 8), 24)], every_logit=False).values()
     stop = next(token for i, token in enumerate(alone.token_ids) if i > 4 and token not in alone.token_ids[:i])
@@ -98,8 +98,8 @@ def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of:
 
 
 @pytest.mark.parametrize("num_passes", [1, 3])
-def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: Callable[[str], Path]) -> None:
-    """Tokens sampled before the error are returned, and the other stream continues with the right ones."""
+def test_invalid_logits_fail_only_their_request(num_passes: int, directory_of: Callable[[str], Path]) -> None:
+    """Tokens sampled before the error are returned, and the other stream continues correctly."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
     want = run(core, [greedy("good", prompt(1, 8), 24, logprobs=0)])["good", 0]
     for name in ("good", "bad"):
@@ -131,7 +131,7 @@ def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: C
 
 
 def greedy_traffic(vocab: int = 128) -> list[EngineRequest]:
-    """Requests that need no sampler between passes, with short and long texts under several frequencies."""
+    """Requests without a sampler between passes, with short and long texts and several frequencies."""
     scalings = [None, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}]
     return [
         greedy(
@@ -163,17 +163,17 @@ needs_kernels = pytest.mark.skipif(
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
 )
-def test_kernels_go_on_by_themselves_to_the_same_tokens(
+def test_passes_in_kernels_give_equal_tokens(
     model: str, options: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
-    """Passes without Python in between, across the ends of blocks and of sliding windows."""
+    """Consecutive passes without Python across block and window boundaries."""
     options = {"deterministic": True, "max_model_len": 160, **options}
     sent = greedy_traffic(4000 if model == "demo" else 128)
     same_by_kernels(directory_of(model), sent, **options)
 
 
 def same_by_kernels(directory: Path, sent: list[EngineRequest], **options: Any) -> None:
-    """Compare with one pass per step, and check that most tokens never reached the sampler."""
+    """Compare with one pass per step, and check that most tokens did not use the sampler."""
     want = run(make_core(directory, **options), sent)
     core = make_core(directory, burst_seconds=1.0, **options)
     sampler, seen = core.runner.sampler.sample, 0
@@ -194,7 +194,7 @@ def same_by_kernels(directory: Path, sent: list[EngineRequest], **options: Any) 
 
 
 @needs_kernels
-def test_kernels_go_on_under_adapters(directory_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_passes_in_kernels_with_adapters(directory_of: Callable[[str], Path], tmp_path: Path) -> None:
     directory = directory_of("llama")
     paths = [save_adapter(tmp_path / str(i), directory, seed=i, strength=0.4) for i in (1, 2)]
     sources = tuple(AdapterSource(i, f"a{i}", str(path)) for i, path in enumerate(paths, start=1))
@@ -202,10 +202,10 @@ def test_kernels_go_on_under_adapters(directory_of: Callable[[str], Path], tmp_p
     same_by_kernels(directory, sent, lora=sources, deterministic=True)
 
 
-def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str], Path]) -> None:
+def test_pass_with_invalid_logits_is_not_counted(directory_of: Callable[[str], Path]) -> None:
     """The kernels stop before it; the request fails in the next step, after the tokens sampled until then."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
-    for seed in range(20):  # until a text has a new token in its middle
+    for seed in range(20):  # until a token within a text is new
         want = run(core, [greedy("a", prompt(seed, 8), 24)], every_logit=False)["a", 0].token_ids
         new = [i for i in range(9, 20) if want[i] not in want[:i]]
         if new:
@@ -224,9 +224,6 @@ def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str
     assert got == want[: at + 1] and "NaN" in str(error)
 
 
-# ---- when there are several passes -----------------------------------------------------------------------------------
-
-
 def passes_of(seconds: list[float], *, burst_seconds: float = 1.0, **options: Any) -> list[int]:
     """The number of passes of each step of one stream, if a step of one pass takes `seconds[i]`."""
     scheduler, executor, _ = make_scheduler(burst_seconds=burst_seconds, **options)
@@ -241,7 +238,7 @@ def passes_of(seconds: list[float], *, burst_seconds: float = 1.0, **options: An
     return found
 
 
-def test_a_burst_fits_into_its_time() -> None:
+def test_passes_fit_into_the_time_of_a_step() -> None:
     assert passes_of([0.25] * 6) == [1, 1, 4, 4, 4, 4], "a prompt, and a first step that shows how long a pass takes"
     assert passes_of([0.6] * 4) == [1, 1, 1, 1]
     assert passes_of([0.01] * 4) == [1, 1, 8, 8], "there is a bound, whatever the time"
@@ -251,8 +248,8 @@ def test_a_burst_fits_into_its_time() -> None:
 
 
 @pytest.mark.parametrize("beside", ["a prompt", "somebody who waits", "a draft"])
-def test_no_burst_beside_anything_else(beside: str) -> None:
-    """New requests would wait for its end, and proposals compute several tokens per step already."""
+def test_single_pass_next_to_other_work(beside: str) -> None:
+    """New requests would wait, and proposals compute several tokens per step anyway."""
     scheduler, executor, _ = make_scheduler(
         burst_seconds=1.0,
         max_num_seqs=1 if beside == "somebody who waits" else 8,
@@ -280,8 +277,8 @@ def test_no_burst_beside_anything_else(beside: str) -> None:
     assert later == [1, 8 if beside == "a prompt" else 1], "two streams show how long their passes take, too"
 
 
-def test_bursts_preempt_nobody() -> None:
-    """They use the free blocks, for as many passes as these allow."""
+def test_multi_step_decoding_does_not_preempt() -> None:
+    """The number of passes is limited by the free blocks."""
     scheduler, executor, _ = make_scheduler(groups=[(8, None)], burst_seconds=1.0, block_size=2, max_model_len=14)
     for name in ("a", "b"):
         add(executor, make_request(name, [1, 2, 3] if name == "a" else [3, 2, 1], max_tokens=5))
@@ -294,7 +291,7 @@ def test_bursts_preempt_nobody() -> None:
     assert scheduler.stats().num_preemptions == 0
 
 
-def test_wrong_lengths_are_named() -> None:
+def test_invalid_numbers_of_passes_are_refused() -> None:
     for wrong in (-0.1, 1.5):
         with pytest.raises(LoadError, match=r"scheduling\.burst_seconds"):
             make_core(DEMO, burst_seconds=wrong)

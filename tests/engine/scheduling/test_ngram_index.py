@@ -30,7 +30,7 @@ def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> tup
     count=st.integers(1, 9),
     pieces=st.integers(1, 5),
 )
-def test_it_finds_what_a_search_finds_however_the_text_arrives(
+def test_index_equals_a_search_for_any_arrival_of_text(
     tokens: list[int], shortest: int, more: int, count: int, pieces: int
 ) -> None:
     index = NgramIndex(shortest, shortest + more)
@@ -40,7 +40,7 @@ def test_it_finds_what_a_search_finds_however_the_text_arrives(
         assert index.propose(tokens[:end], count) == by_search(tokens[:end], shortest, shortest + more, count)
 
 
-def test_a_long_text_is_taken_in_by_pieces() -> None:
+def test_long_text_is_indexed_in_parts() -> None:
     index, tokens = NgramIndex(2, 4), list(range(1000)) * 2
     rounds = 1
     while not index.extend(tokens, 300):
@@ -50,14 +50,14 @@ def test_a_long_text_is_taken_in_by_pieces() -> None:
     assert index.propose([*tokens, 5000], 3) == ()
 
 
-def test_a_short_loop_is_taken_to_go_on() -> None:
+def test_short_loop_is_continued() -> None:
     index, tokens = NgramIndex(1, 3), [9, 9, 7, 8, 7, 8, 7]
     assert index.extend(tokens, 100)
     assert index.propose(tokens, 5) == (8, 7, 8, 7, 8)
     assert index.propose(tokens, 0) == ()
 
 
-def test_many_equal_places_cost_a_bounded_search() -> None:
+def test_search_over_equal_positions_is_limited() -> None:
     """Only the last sixteen positions are compared: an older one with a longer match is ignored."""
     tokens = [1, 2, 3, 4] + [5, 3, 6] * 20 + [1, 2, 3]
     index = NgramIndex(1, 3)

@@ -53,7 +53,7 @@ def only(scheduler: Scheduler) -> Sequence:
     return seq
 
 
-def test_computing_goes_up_to_a_passage_and_on_behind_it() -> None:
+def test_computation_skips_a_passage() -> None:
     scheduler, executor = with_source()
     add(executor, make_request("a", TURNED, reuse=NonPrefixReuseParams(32, recompute=0.1, scope="me"), max_tokens=2))
     done = []
@@ -61,7 +61,7 @@ def test_computing_goes_up_to_a_passage_and_on_behind_it() -> None:
         plan = scheduler.schedule()
         done += [(item.start, item.num_tokens) for item in plan.sequences]
         outputs = scheduler.update(plan, executor.execute(plan))
-    # One token and four of the passage's head; two and four of the next one's; the last of the prompt; the first output.
+    # One token and four of the first passage's head; two and four of the second's; the last of the prompt; the first output.
     assert done == [(0, 5), (41, 6), (83, 1), (84, 1)]
     assert outputs[-1].cached_tokens == 72
     report = outputs[-1].context
@@ -71,7 +71,7 @@ def test_computing_goes_up_to_a_passage_and_on_behind_it() -> None:
     assert counters.recomputed_tokens["cache_reuse"] == 8 and sum(counters.recomputed_tokens.values()) == 8
 
 
-def test_a_sequence_that_loses_its_place_gives_passages_back_and_looks_again() -> None:
+def test_preempted_sequence_releases_and_finds_passages_again() -> None:
     scheduler, executor = with_source(budget=3)
     held = scheduler.blocks.num_used_blocks
     assert held == 0
@@ -86,7 +86,7 @@ def test_a_sequence_that_loses_its_place_gives_passages_back_and_looks_again() -
     assert outputs[-1].context.reused_passages == 2
 
 
-def test_an_abort_frees_what_is_held_and_not_taken_up_yet() -> None:
+def test_abort_releases_pending_passages() -> None:
     scheduler, executor = with_source(budget=3)
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=6))
     step(scheduler, executor)
@@ -95,17 +95,17 @@ def test_an_abort_frees_what_is_held_and_not_taken_up_yet() -> None:
     assert_balanced(scheduler.blocks)
 
 
-def test_a_passage_whose_block_is_gone_is_not_found() -> None:
+def test_passage_with_an_evicted_block_is_not_found() -> None:
     scheduler, executor = with_source(groups=[(30, None)])
     add(executor, make_request("other", [1] * 100, max_tokens=1, cache_salt="x"))
     finish(scheduler, executor)
     assert len(scheduler.blocks.passages) < 22
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=1))
-    assert finish(scheduler, executor)[-1].cached_tokens < 80  # and no wrong key was read
+    assert finish(scheduler, executor)[-1].cached_tokens < 80  # without reading a wrong key
 
 
 @pytest.mark.parametrize("window", [5, 30])
-def test_every_group_must_hold_a_passage(window: int) -> None:
+def test_passage_must_be_cached_in_every_group(window: int) -> None:
     scheduler, executor = with_source(groups=[(100, None), (100, window)])
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=3))
     assert finish(scheduler, executor)[-1].cached_tokens == 80
@@ -115,7 +115,7 @@ def test_every_group_must_hold_a_passage(window: int) -> None:
     assert finish(scheduler, executor)[-1].cached_tokens == 0
 
 
-def test_a_lone_request_that_passages_would_make_too_large_takes_fewer() -> None:
+def test_passages_are_limited_by_the_pool() -> None:
     # 84 tokens are 21 blocks; each passage costs up to two more, half empty.
     scheduler, executor = with_source(groups=[(23, None)])
     add(executor, make_request("a", TURNED, reuse=ANY, max_tokens=1))
@@ -126,17 +126,17 @@ def test_a_lone_request_that_passages_would_make_too_large_takes_fewer() -> None
     finish(scheduler, executor)
 
 
-def test_no_more_than_64_runs_are_made() -> None:
+def test_number_of_runs_is_limited_to_64() -> None:
     scheduler, executor = with_source(max_model_len=4000, groups=[(2000, None)], budget=5000)
     prompt = [token for _ in range(40) for token in (*FIRST, 1)]
     add(executor, make_request("a", prompt, reuse=ANY, max_tokens=1))
     outputs = finish(scheduler, executor)
     assert (
         outputs[-1].context is not None and outputs[-1].context.reused_passages == 32
-    )  # one run each, and one after it
+    )  # one run each, and one after the last
 
 
-def test_a_passage_never_holds_the_last_token_and_samples_go_on_behind_it() -> None:
+def test_passage_excludes_the_last_token() -> None:
     scheduler, executor = with_source()
     add(executor, make_request("a", [1, *FIRST], reuse=ANY, max_tokens=5, n=3))
     outputs = finish(scheduler, executor)
@@ -152,19 +152,19 @@ def test_a_passage_never_holds_the_last_token_and_samples_go_on_behind_it() -> N
         {"prompt_logprobs": 0},
         {"reuse": NonPrefixReuseParams(32, scope="another")},
         {"reuse": NonPrefixReuseParams(41, scope="me")},
-        {"reuse": NonPrefixReuseParams(32, recompute=9, scope="me")},  # 31 are left, too few for a passage
+        {"reuse": NonPrefixReuseParams(32, recompute=9, scope="me")},  # the remaining 31 are too few for a passage
         {"reuse": OFFER},
         {"reuse": None},
     ],
 )
-def test_nothing_is_taken_where_nothing_may_be(options: dict[str, object]) -> None:
+def test_no_passages_where_reuse_is_not_allowed(options: dict[str, object]) -> None:
     scheduler, executor = with_source()
     add(executor, make_request("a", TURNED, **{"reuse": ANY, "max_tokens": 2, **options}))  # type: ignore[arg-type]
     finish(scheduler, executor)
     assert scheduler.counters.reused_passages == 0
 
 
-def test_keys_that_will_be_rotated_anew_take_none() -> None:
+def test_no_passages_for_keys_that_will_be_rotated_again() -> None:
     scheduler, executor = with_source()
     rotation = FakeRotation("dynamic", "rotate", longest=10**6)
     add(executor, make_request("source", SOURCE[:20], max_tokens=1, reuse=OFFER), rotation)
@@ -178,7 +178,7 @@ def test_keys_that_will_be_rotated_anew_take_none() -> None:
     assert scheduler.counters.reused_passages == 0
 
 
-def test_a_model_whose_context_cannot_move_refuses() -> None:
+def test_models_without_movable_keys_refuse_reuse() -> None:
     scheduler, executor, _ = make_scheduler()
     limits = ContextSizes(200, 4, 200, None, None, "this model learned its positions")
     scheduler.limits = limits
@@ -187,13 +187,13 @@ def test_a_model_whose_context_cannot_move_refuses() -> None:
     add(executor, make_request("b", TURNED, reuse=OFFER))
 
 
-def test_a_layout_with_a_passage() -> None:
+def test_slot_layout_with_a_passage() -> None:
     passage = Passage(10, 25, (b"",) * 5, offset=3, position=103)
     layout = SlotLayout.starting_at(0).with_passage(10, passage, 4)
     assert layout.runs == (SlotRun(0, 10, 0), SlotRun(15, 30, 103, -93), SlotRun(32, OPEN_END, 25))
     assert layout.slot_offset == 7 and layout.first_position == 0 and not layout.is_plain
     assert [layout.stored_position(slot) for slot in (0, 15, 29, 32)] == [0, 103, 117, 25]
-    # Another one follows directly: there is no run without slots between them.
+    # Another passage follows directly, without a run between them.
     following = layout.with_passage(32, Passage(25, 29, (b"",), offset=0, position=0), 4)
     assert following.runs[2:] == (SlotRun(32, 36, 0, 25), SlotRun(36, OPEN_END, 29))
     assert following.slot_offset == 7

@@ -1,4 +1,4 @@
-"""When frequencies change, the result depends on the request alone: not on batch, chunks, preemption or earlier requests."""
+"""Frequency changes: results depend on the request only, not on batch, chunks, preemption or earlier requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_same(got: Finished, right: Finished) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[str, Path]) -> None:
+def test_result_depends_on_the_request_only(case: str, models: dict[str, Path]) -> None:
     model = models[CASES[case][0]]
     core = core_of(model)
     alone = run(core, [request("a", case)])["a", 0]
@@ -120,12 +120,12 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
         assert_same(crowd[f"p{i}", 0], alone)
     stats = tight.stats()
     assert stats.num_preemptions >= 3
-    assert not rotates or stats.recomputed_tokens["preemption"] > 50  # the prefix cache has the others' keys
+    assert not rotates or stats.recomputed_tokens["preemption"] > 50  # the prefix cache has keys of other requests
 
 
 @pytest.mark.parametrize("case", ["dynamic_rotate", "dynamic_recompute"])
-def test_samples_of_one_prompt_change_frequencies_each_for_itself(case: str, models: dict[str, Path]) -> None:
-    """The prompt ends on the last token of a stage, so that the samples re-rotate the very blocks they share."""
+def test_samples_change_frequencies_independently(case: str, models: dict[str, Path]) -> None:
+    """The prompt ends with a rotary stage, so that the samples re-rotate the blocks that they share."""
     prompt = (PROMPT + PROMPT)[:M]
     _, scaling, policy = CASES[case]
     core = core_of(models["llama"])
@@ -136,7 +136,7 @@ def test_samples_of_one_prompt_change_frequencies_each_for_itself(case: str, mod
         assert_same(results["n", index], alone)
 
 
-def test_recompute_is_an_uncached_model_at_every_length_and_may_follow_every_token(models: dict[str, Path]) -> None:
+def test_recompute_equals_an_uncached_model_at_every_length(models: dict[str, Path]) -> None:
     model = models["llama"]
     core = core_of(model)
     for exact, tokens in ((False, LENGTH), (True, 24)):
@@ -161,7 +161,7 @@ def _quarter_octaves(length: int) -> float:
     return 4 * float(torch.tensor(length / M, dtype=torch.float64).log2())
 
 
-def test_rerotated_keys_are_nobody_elses(models: dict[str, Path]) -> None:
+def test_rerotated_keys_are_private(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     result = run(core, [request("a", "dynamic_rotate")])["a", 0]
     longer = greedy("b", PROMPT + result.token_ids, 2, rope_scaling=DYNAMIC, rope_update="rotate")
@@ -173,7 +173,7 @@ def test_rerotated_keys_are_nobody_elses(models: dict[str, Path]) -> None:
     assert run(core, [short])["c", 0].outputs[-1].cached_tokens == 64
 
 
-def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_the_change(
+def test_preempted_sequence_does_not_use_keys_computed_past_the_change(
     models: dict[str, Path],
 ) -> None:
     """Up to M `rotate` and no scaling share fingerprint and keys; past it the same tokens have other keys."""
@@ -193,19 +193,19 @@ def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_t
     assert core.stats().num_preemptions == 1
 
 
-def test_keys_of_a_single_length_are_not_kept_for_others(models: dict[str, Path]) -> None:
+def test_keys_of_a_single_length_are_not_shared(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     pool = core.blocks.pools[0]
     for prompt in (PROMPT, PROMPT * 2):
         exact = greedy("a", prompt, 30, rope_scaling=DYNAMIC, rope_update="recompute", rope_exact=True)
         run(core, [exact])
-        assert len(pool.cached) <= M // 16  # those up to M, which all share
+        assert len(pool.cached) <= M // 16  # those up to M, which are shared
     # Longrope has one switch whatever `exact` says: its keys can be shared.
     run(core, [greedy("a", PROMPT, 30, rope_scaling=LONGROPE, rope_update="recompute", rope_exact=True)])
     assert len(pool.cached) > M // 16 + 2
 
 
-def test_one_sequence_rerotates_its_keys_per_step(models: dict[str, Path]) -> None:
+def test_one_rerotation_per_step(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate", 40)])["a", 0]
     start, counts = core.runner.start, []
@@ -221,7 +221,7 @@ def test_one_sequence_rerotates_its_keys_per_step(models: dict[str, Path]) -> No
         assert_same(results[str(i), 0], alone)
 
 
-def test_frequencies_frozen_at_admission_are_those_of_the_resolved_length(models: dict[str, Path]) -> None:
+def test_frozen_frequencies_use_the_resolved_length(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     for tokens, effective in ((14, M), (15, M * 2**0.25), (40, M * 2**0.5), (200, M * 2.0**2)):
         sent = greedy("a", PROMPT, tokens, rope_scaling=DYNAMIC)
@@ -230,7 +230,7 @@ def test_frequencies_frozen_at_admission_are_those_of_the_resolved_length(models
         assert report.effective_length == pytest.approx(effective)
 
 
-def test_a_request_whose_keys_would_not_fit_twice_is_refused(models: dict[str, Path]) -> None:
+def test_request_whose_keys_do_not_fit_twice_is_refused(models: dict[str, Path]) -> None:
     per_block = 16 * core_of(models["llama"]).info.kv_bytes_per_token
     core = core_of(models["llama"], kv_cache_memory=12 * per_block, max_model_len=160)
     with pytest.raises(RequestError, match="twice") as caught:
@@ -240,8 +240,8 @@ def test_a_request_whose_keys_would_not_fit_twice_is_refused(models: dict[str, P
     assert run(core, [request("a", "dynamic_recompute", 100)])["a", 0].finish_reason == "length"
 
 
-def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[str, Path]) -> None:
-    """Four re-rotations away from its origin a key is as near to the exact one as after its first rounding."""
+def test_rerotated_bfloat16_keys_are_rounded_once(models: dict[str, Path]) -> None:
+    """After four re-rotations a key is as close to the exact one as after its first rounding."""
     core = core_of(models["llama"], kv_cache_dtype="bfloat16")
     sent = request("a", "dynamic_rotate")
     core.add(sent)
@@ -254,7 +254,7 @@ def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[
             if originals is not None:
                 assert torch.equal(
                     now[: len(originals)][:3], originals[:3]
-                )  # full since the first re-rotation: unchanged
+                )  # full since the first re-rotation, so unchanged
             originals = now
             if sequence.cache.num_rerotations == 4:
                 break

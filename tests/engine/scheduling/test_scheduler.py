@@ -1,4 +1,4 @@
-"""The scheduler's promises one by one: budget, order, chunks, preemption, samples, ends, counters, step length."""
+"""Scheduler: budget, order, chunks, preemption, samples, end conditions, counters and step length."""
 
 from __future__ import annotations
 
@@ -52,9 +52,6 @@ def rows(plan: SchedulerOutput) -> list[tuple[int, int]]:
     return [(item.start, item.num_tokens) for item in plan.sequences]
 
 
-# -- budget, order, chunks -------------------------------------------------------------------------------------------
-
-
 def test_prefill_chunks_and_decode_tokens_share_one_budget() -> None:
     scheduler, executor, _ = make_scheduler(budget=10)
     add(executor, make_request("short", [1, 2, 3], max_tokens=5))
@@ -65,12 +62,12 @@ def test_prefill_chunks_and_decode_tokens_share_one_budget() -> None:
         plan, _ = step(scheduler, executor)
         assert plan.num_tokens <= 10
         seen.append(rows(plan))
-    # The stream goes first in every step, the prompt takes what is left, then both end.
+    # The stream is first in every step, and the prompt uses the rest.
     assert seen == [[(3, 1), (0, 9)], [(4, 1), (9, 9)], [(5, 1), (18, 7)], [(6, 1), (25, 1)]]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 50])
-def test_any_budget_gives_the_same_tokens(budget: int) -> None:
+def test_tokens_are_independent_of_the_budget(budget: int) -> None:
     scheduler, executor, _ = make_scheduler(budget=budget)
     requests = [make_request(f"r{i}", range(i + 1), max_tokens=3 + i) for i in range(5)]
     for request in requests:
@@ -81,7 +78,7 @@ def test_any_budget_gives_the_same_tokens(budget: int) -> None:
         assert tokens_of(outputs, request.request_id) == expected
 
 
-def test_when_the_budget_is_smaller_than_the_running_set_nobody_starves() -> None:
+def test_no_starvation_with_a_budget_below_the_running_set() -> None:
     scheduler, executor, _ = make_scheduler(budget=5, max_num_seqs=5)
     for i in range(5):
         add(executor, make_request(f"r{i}", [i], max_tokens=40))
@@ -104,7 +101,7 @@ def test_waiting_requests_start_by_priority_then_arrival() -> None:
     assert [o.request_id for o in finish(scheduler, executor)] == ["b", "d", "a", "c"]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+def test_short_prompt_does_not_wait_for_a_long_one() -> None:
     scheduler, executor, _ = make_scheduler(budget=8, prefix_caching=False)
     add(executor, make_request("long", [1] * 100, max_tokens=1))
     step(scheduler, executor)
@@ -122,7 +119,7 @@ def test_deal_prefill_tokens() -> None:
     assert split_prefill_budget([3, 4], 99) == [3, 4]
 
 
-def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
+def test_step_does_not_copy_or_hash_the_context() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(2000, None)], max_model_len=6000, budget=5000)
     add(executor, make_request("r", [0] * 4000, max_tokens=100))
     plan = scheduler.schedule()
@@ -148,7 +145,7 @@ def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
     assert sum(sizes) == 40 + 40
 
 
-def test_a_plan_without_work_is_made_in_one_go() -> None:
+def test_plan_without_work() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=500)
     choose, asked = scheduler._choose_waiting, []
     scheduler._choose_waiting = lambda: asked.append(1) or choose()  # type: ignore[method-assign, func-returns-value]
@@ -156,9 +153,6 @@ def test_a_plan_without_work_is_made_in_one_go() -> None:
     assert len(asked) == 1
     add(executor, make_request("r", range(10), max_tokens=1))
     assert scheduler.schedule().sequences
-
-
-# -- ending one sample -----------------------------------------------------------------------------------------------
 
 
 def ended_early(when: str, index: int) -> tuple[Scheduler, list[RequestOutput], list[RequestOutput]]:
@@ -176,7 +170,7 @@ def ended_early(when: str, index: int) -> tuple[Scheduler, list[RequestOutput], 
         results = executor.execute(plan)
         used = scheduler.blocks.num_used_blocks
         scheduler.end_sample("r", index)
-        assert scheduler.blocks.num_used_blocks == used  # the fork holds nothing yet, and sample 0 is still needed
+        assert scheduler.blocks.num_used_blocks == used  # the fork has no blocks yet, and sample 0 is still needed
         after = scheduler.update(plan, results)
     else:
         used = scheduler.blocks.num_used_blocks
@@ -188,7 +182,7 @@ def ended_early(when: str, index: int) -> tuple[Scheduler, list[RequestOutput], 
 
 @pytest.mark.parametrize("when", ["prompt", "fork", "later"])
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_one_sample_ends_at_any_time_and_the_others_go_on(when: str, index: int) -> None:
+def test_ending_one_sample_does_not_affect_others(when: str, index: int) -> None:
     scheduler, before, after = ended_early(when, index)
     assert index not in {output.index for output in after}
     assert bool(before) == (when == "later")
@@ -200,7 +194,7 @@ def test_one_sample_ends_at_any_time_and_the_others_go_on(when: str, index: int)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_the_last_sample_ends_the_request(steps: int) -> None:
+def test_last_sample_ends_the_request(steps: int) -> None:
     scheduler, executor, _ = make_scheduler(budget=4)
     add(executor, make_request("r", range(10), max_tokens=6, n=2))
     for _ in range(steps):
@@ -219,7 +213,7 @@ def test_the_last_sample_ends_the_request(steps: int) -> None:
     assert len(finish(scheduler, executor)) == 1
 
 
-def test_samples_that_ask_for_no_tokens_end_too() -> None:
+def test_samples_without_tokens_end() -> None:
     scheduler, executor, _ = make_scheduler(budget=4)
     add(executor, make_request("r", range(10), max_tokens=0, n=3, prompt_logprobs=0))
     step(scheduler, executor)
@@ -228,10 +222,7 @@ def test_samples_that_ask_for_no_tokens_end_too() -> None:
     assert [(output.index, output.prompt_logprobs) for output in outputs] == [(1, None), (2, None)]
 
 
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-def test_what_can_never_fit_is_refused_and_what_just_fits_runs() -> None:
+def test_requests_that_cannot_fit_are_refused() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(5, None), (2, 4)], max_model_len=30)
     for prompt, max_tokens, code in ((0, 1, "empty_prompt"), (31, 0, "context_length_exceeded")):
         with pytest.raises(RequestError) as refused:
@@ -243,7 +234,7 @@ def test_what_can_never_fit_is_refused_and_what_just_fits_runs() -> None:
     assert len(tokens_of(finish(scheduler, executor), "x")) == 11
 
 
-def test_a_window_pool_smaller_than_the_prompt_is_enough() -> None:
+def test_window_pool_may_be_smaller_than_the_prompt() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(50, None), (3, 8)], budget=64, max_model_len=150)
     request = make_request("x", [i % 3 for i in range(100)], max_tokens=20)
     add(executor, request)
@@ -253,7 +244,7 @@ def test_a_window_pool_smaller_than_the_prompt_is_enough() -> None:
     )
 
 
-def test_a_full_queue_and_a_used_id_are_refused() -> None:
+def test_full_queue_and_duplicate_id_are_refused() -> None:
     scheduler, executor, _ = make_scheduler(max_waiting=2, max_num_seqs=1)
     add(executor, make_request("a", [1]))
     with pytest.raises(RequestError, match="in use"):
@@ -267,7 +258,7 @@ def test_a_full_queue_and_a_used_id_are_refused() -> None:
     add(executor, make_request("a", [1]))  # an ended request's id is free again
 
 
-def test_nobody_overtakes_a_large_request_that_waits_for_room() -> None:
+def test_large_waiting_request_is_not_overtaken() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(10, None)], prefix_caching=False)
     add(executor, make_request("first", [0] * 20, max_tokens=8))
     step(scheduler, executor)
@@ -279,10 +270,7 @@ def test_nobody_overtakes_a_large_request_that_waits_for_room() -> None:
     assert outputs.index(next(o for o in outputs if o.request_id == "small")) > ends.index("first")
 
 
-# -- prefix cache ----------------------------------------------------------------------------------------------------
-
-
-def test_a_second_request_takes_the_prefix_and_says_so() -> None:
+def test_second_request_reuses_the_prefix() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("a", range(11)))
     finish(scheduler, executor)
@@ -300,7 +288,7 @@ def test_a_second_request_takes_the_prefix_and_says_so() -> None:
     assert stats.prompt_tokens == 55
 
 
-def test_a_full_hit_recomputes_its_last_block_and_counts_it() -> None:
+def test_full_hit_recomputes_its_last_block() -> None:
     scheduler, executor, _ = make_scheduler()
     for name in ("a", "b"):
         add(executor, make_request(name, range(8), max_tokens=1))
@@ -310,7 +298,7 @@ def test_a_full_hit_recomputes_its_last_block_and_counts_it() -> None:
     assert scheduler.counters.prompt_tokens == 16
 
 
-def test_a_finished_answer_is_a_prefix_of_the_next_turn() -> None:
+def test_finished_output_is_a_prefix_of_the_next_turn() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("a", range(6), max_tokens=7))
     answer = tokens_of(finish(scheduler, executor), "a")
@@ -327,7 +315,7 @@ def test_requests_that_arrive_together_compute_their_common_prompt_once() -> Non
     assert executor.num_computed == 41 + 3 + 4
 
 
-def test_a_better_ranked_request_does_not_wait_for_a_worse_ones_prefix() -> None:
+def test_request_does_not_wait_for_the_prefix_of_a_lower_ranked_one() -> None:
     scheduler, executor, _ = make_scheduler(budget=8)
     add(executor, make_request("slow", [1] * 40, priority=1))
     step(scheduler, executor)
@@ -337,7 +325,7 @@ def test_a_better_ranked_request_does_not_wait_for_a_worse_ones_prefix() -> None
     finish(scheduler, executor)
 
 
-def test_nobody_waits_for_a_prefix_that_was_computed_and_is_gone_again() -> None:
+def test_no_waiting_for_an_evicted_prefix() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(60, None), (8, 5)], budget=8)
     add(executor, make_request("long", [1] * 100))
     for _ in range(8):
@@ -348,7 +336,7 @@ def test_nobody_waits_for_a_prefix_that_was_computed_and_is_gone_again() -> None
     finish(scheduler, executor)
 
 
-def test_blocks_that_leave_the_window_within_one_chunk_are_cached_all_the_same() -> None:
+def test_blocks_that_leave_the_window_within_a_chunk_are_cached() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(20, None), (20, 5)])
     add(executor, make_request("a", range(24)))
     finish(scheduler, executor)
@@ -356,7 +344,7 @@ def test_blocks_that_leave_the_window_within_one_chunk_are_cached_all_the_same()
     assert step(scheduler, executor)[1][0].cached_tokens == 12
 
 
-def test_waiting_for_a_prefix_ends_when_its_source_is_aborted() -> None:
+def test_waiting_for_a_prefix_ends_with_its_source() -> None:
     scheduler, executor, _ = make_scheduler(budget=8)
     add(executor, make_request("a", [1] * 40))
     add(executor, make_request("b", [1] * 40))
@@ -366,10 +354,7 @@ def test_waiting_for_a_prefix_ends_when_its_source_is_aborted() -> None:
     assert tokens_of(finish(scheduler, executor), "b")
 
 
-# -- preemption ------------------------------------------------------------------------------------------------------
-
-
-def test_the_worst_ranked_is_preempted_keeps_its_output_and_is_counted() -> None:
+def test_lowest_ranked_sequence_is_preempted() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(6, None)], prefix_caching=False)
     requests = [
         make_request("late", [2] * 7, max_tokens=12, priority=1),
@@ -389,7 +374,7 @@ def test_the_worst_ranked_is_preempted_keeps_its_output_and_is_counted() -> None
     assert counters.prompt_tokens == 14 and counters.generation_tokens == 24
 
 
-def test_a_preempted_sequence_finds_its_own_blocks_again_where_nobody_took_them() -> None:
+def test_preempted_sequence_reuses_its_free_blocks() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(6, None)])
     add(executor, make_request("good", [1] * 7, max_tokens=9))
     add(executor, make_request("late", [2] * 7, max_tokens=9))
@@ -399,7 +384,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again_where_nobody_took_them(
     assert scheduler.counters.recomputed_tokens["preemption"] == 4
 
 
-def test_every_request_that_add_accepts_ends_however_crowded_the_pool() -> None:
+def test_every_accepted_request_ends() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(8, None), (4, 6)], budget=7, prefix_caching=False)
     requests = [make_request(f"r{i}", [i] * (1 + 5 * (i % 4)), max_tokens=14, n=1 + i % 2) for i in range(12)]
     for request in requests:
@@ -412,7 +397,7 @@ def test_every_request_that_add_accepts_ends_however_crowded_the_pool() -> None:
             assert tokens_of(outputs, request.request_id, index) == expected
 
 
-def test_a_step_is_never_empty_and_no_better_ranked_sample_gives_way() -> None:
+def test_step_is_never_empty() -> None:
     # One token per step for three samples that share two blocks; one block is left for the first to ask, index 1.
     scheduler, executor, _ = make_scheduler(groups=[(3, None)], budget=1)
     add(executor, make_request("r", range(8), n=3, max_tokens=5))
@@ -434,10 +419,7 @@ def test_a_step_is_never_empty_and_no_better_ranked_sample_gives_way() -> None:
     assert_balanced(scheduler.blocks)
 
 
-# -- samples ---------------------------------------------------------------------------------------------------------
-
-
-def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
+def test_samples_share_the_prefill_and_its_blocks() -> None:
     scheduler, executor, _ = make_scheduler()
     request = make_request("r", range(10), n=3, max_tokens=5)
     add(executor, request)
@@ -455,7 +437,7 @@ def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
     assert executor.num_computed == 10 + 3 * 4
 
 
-def test_samples_without_a_place_queue_and_take_the_prefix() -> None:
+def test_queued_samples_reuse_the_prefix() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=2)
     request = make_request("r", range(10), n=4, max_tokens=5)
     add(executor, request)
@@ -468,7 +450,7 @@ def test_samples_without_a_place_queue_and_take_the_prefix() -> None:
     assert scheduler.counters.recomputed_tokens["preemption"] == executor.num_recomputed == 4
 
 
-def test_an_abort_or_an_error_ends_all_samples_even_in_flight() -> None:
+def test_abort_and_error_end_all_samples() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", range(10), n=3))
     add(executor, make_request("other", range(3)))
@@ -485,14 +467,11 @@ def test_an_abort_or_an_error_ends_all_samples_even_in_flight() -> None:
     assert not executor.rotary.counts
 
 
-def test_a_fresh_seed_is_drawn_when_none_is_given() -> None:
+def test_random_seed_by_default() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", [1], seed=None))
     add(executor, make_request("s", [1], seed=7))
     assert [new.seed for new in scheduler.schedule().new] == [12345, 7]
-
-
-# -- ends ------------------------------------------------------------------------------------------------------------
 
 
 def ends(tokens: tuple[int, ...], prompt_len: int = 3, **sampling: object) -> RequestOutput:
@@ -504,7 +483,7 @@ def ends(tokens: tuple[int, ...], prompt_len: int = 3, **sampling: object) -> Re
     return output
 
 
-def test_what_ends_a_sequence() -> None:
+def test_end_conditions() -> None:
     def short(output: RequestOutput) -> tuple[object, ...]:
         return output.token_ids, output.finish_reason, output.stop_token_id
 
@@ -519,7 +498,7 @@ def test_what_ends_a_sequence() -> None:
     assert short(ends((1, 2), prompt_len=9, max_tokens=50)) == ((1,), "length", None)
 
 
-def test_scoring_computes_the_prompt_and_draws_nothing() -> None:
+def test_scoring_computes_the_prompt_only() -> None:
     scheduler, executor, _ = make_scheduler(budget=4)
     add(executor, make_request("r", range(10), max_tokens=0, prompt_logprobs=0, n=2))
     plans = []
@@ -535,7 +514,7 @@ def test_scoring_computes_the_prompt_and_draws_nothing() -> None:
     assert [e and e.token_id for e in outputs[0].prompt_logprobs] == [None, *range(1, 10)]
 
 
-def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
+def test_prompt_logprobs_after_a_preemption_within_the_prompt() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(7, None)], budget=6, prefix_caching=False)
     add(executor, make_request("good", [1] * 3, max_tokens=20))
     add(executor, make_request("scored", range(14), max_tokens=2, prompt_logprobs=0, priority=1))
@@ -551,7 +530,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     assert [e.logprob for e in given if e] == [float(key % 1000) for key in right[:13]]
 
 
-def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
+def test_deadline_ends_waiting_and_running_requests() -> None:
     scheduler, executor, clock = make_scheduler(max_num_seqs=1)
     add(executor, make_request("running", [1], deadline=5.0, max_tokens=100))
     add(executor, make_request("waiting", [1], deadline=4.0))
@@ -567,7 +546,7 @@ def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
     assert clock.now == 0.0
 
 
-def test_a_missing_result_is_an_error() -> None:
+def test_missing_result_is_an_error() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", [1]))
     plan = scheduler.schedule()
@@ -580,7 +559,7 @@ def test_a_missing_result_is_an_error() -> None:
         scheduler.update(plan, [StepResult(plan.sequences[0].seq_id)])
 
 
-def test_stats_report_gauges_and_hand_out_durations_once() -> None:
+def test_stats_have_gauges_and_each_duration_once() -> None:
     scheduler, executor, clock = make_scheduler(groups=[(10, None), (20, 4)], max_num_seqs=1)
     add(executor, make_request("a", range(6), max_tokens=3))
     add(executor, make_request("b", range(6), max_tokens=3))
@@ -599,9 +578,6 @@ def test_stats_report_gauges_and_hand_out_durations_once() -> None:
     assert (stats.prompt_tokens, stats.generation_tokens) == (6, 3)
 
 
-# -- step length -----------------------------------------------------------------------------------------------------
-
-
 def settle(step_limiter: StepLimiter, seconds_of: object, decodes: int, steps: int = 30) -> list[tuple[int, float]]:
     """Feed the timer steps that take all it allows; returns (limit, seconds) of each."""
     assert callable(seconds_of)
@@ -616,7 +592,7 @@ def settle(step_limiter: StepLimiter, seconds_of: object, decodes: int, steps: i
 
 @pytest.mark.parametrize("per_token", [1e-5, 1e-3, 5e-3])
 @pytest.mark.parametrize("decodes", [0, 4])
-def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decodes: int) -> None:
+def test_prefill_limit_converges_to_the_target_time(per_token: float, decodes: int) -> None:
     step_limiter = StepLimiter(0.25, 2048)
     history = settle(step_limiter, lambda p, d: 0.02 + per_token * (p + d), decodes)
     target = 0.25 if decodes else 1.0
@@ -625,10 +601,10 @@ def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decod
         assert before / 2 - 1 <= after <= 2 * before
     limit, seconds = history[-1]
     assert seconds <= target * 1.01
-    assert limit == 2048 or seconds * (limit + 1) / limit >= 0.8 * target  # what it aims at, to the token
+    assert limit == 2048 or seconds * (limit + 1) / limit >= 0.8 * target  # exactly the target
 
 
-def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() -> None:
+def test_prefill_limit_bounds() -> None:
     step_limiter = StepLimiter(0.25, 2048)
     settle(step_limiter, lambda p, d: 100.0, 3)
     assert step_limiter.limit(3) == 4
@@ -642,7 +618,7 @@ def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() 
     assert free.limit(5) == 2048
 
 
-def test_steps_that_say_nothing_about_prefill_change_nothing() -> None:
+def test_uninformative_steps_do_not_change_the_limit() -> None:
     step_limiter = StepLimiter(0.25, 2048)
     settle(step_limiter, lambda p, d: 1e-3 * p, 1)
     limit = step_limiter.limit(1)
@@ -652,7 +628,7 @@ def test_steps_that_say_nothing_about_prefill_change_nothing() -> None:
     assert step_limiter.limit(1) == limit
 
 
-def test_the_scheduler_keeps_prefill_under_the_limit_beside_streams() -> None:
+def test_prefill_is_limited_next_to_streams() -> None:
     scheduler, executor, _ = make_scheduler(
         budget=512, target_step_seconds=0.25, groups=[(300, None)], max_model_len=900
     )
@@ -663,7 +639,7 @@ def test_the_scheduler_keeps_prefill_under_the_limit_beside_streams() -> None:
     while any(s.request.request_id == "long" for s in scheduler.live_sequences()):
         plan = scheduler.schedule()
         assert (plan.sequences[0].num_tokens, len(plan.sequences)) == (1, 2)
-        seconds.append(0.005 * plan.num_tokens)  # so about 50 tokens fit
+        seconds.append(0.005 * plan.num_tokens)  # about 50 tokens fit
         scheduler.observe(plan, seconds[-1])
         scheduler.update(plan, executor.execute(plan))
     assert seconds[0] < 0.33

@@ -1,7 +1,7 @@
-"""Scheduler outputs are sent to ranks: their size depends on events only, a lost one is noticed, and a rank computes the same.
+"""Scheduler outputs for ranks: their size, detection of lost outputs, and equal results of a rank.
 
-That what they say agrees with the scheduler's books, whatever happens, `engine_helpers.fake_executor` asserts in every step of
-every test that uses it, `test_scheduler_machine` above all.
+`engine_helpers.fake_executor` asserts in every step of the tests that use it, above all `test_scheduler_machine`, that
+outputs agree with the state of the scheduler.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"speculation": 4}], ids=["plain", "speculation"])
-def test_a_plan_is_as_large_as_what_is_new(options: dict[str, int]) -> None:
+def test_plan_size_depends_on_new_events(options: dict[str, int]) -> None:
     short, long = decode_sizes(1_000, **options), decode_sizes(100_008, **options)
-    # The same happens in both, but a number above 65,535 takes two bytes more: start and number of tokens of each stream,
-    # and sometimes the lengths of its tables, and blocks.
+    # Equal events, but numbers above 65,535 need two more bytes: start and number of tokens of each stream, and sometimes
+    # lengths of its tables, and blocks.
     assert all(0 <= b - a <= STREAMS * 12 for a, b in zip(short, long, strict=True))
     assert min(long) < 1_000 and max(long) < 2_000
 
 
-def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
+def test_missing_plan_is_detected_and_repaired_by_a_snapshot() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", range(10), n=2, max_tokens=20))
     plans = []
@@ -93,7 +93,7 @@ def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
         executor.compare(sequences, seq)
 
 
-def test_what_disagrees_with_the_plan_is_noticed() -> None:
+def test_disagreement_with_the_plan_is_detected() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", range(10), max_tokens=20))
     plan = scheduler.schedule()
@@ -105,7 +105,7 @@ def test_what_disagrees_with_the_plan_is_noticed() -> None:
         sequences.apply(SchedulerOutput(3, new=plan.new))
 
 
-def test_a_sequence_brings_its_tokens_once_and_is_named_once_when_it_ends() -> None:
+def test_tokens_and_end_of_a_sequence_are_sent_once() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("a", range(10), max_tokens=3))
     add(executor, make_request("b", range(10, 19), max_tokens=30), FakeRotation("yarn"))
@@ -123,14 +123,10 @@ def test_a_sequence_brings_its_tokens_once_and_is_named_once_when_it_ends() -> N
     assert scheduler.snapshot().sequences == ()
 
 
-# -- a rank of its own -----------------------------------------------------------------------------------------------
-
-
 def add_rank(core: EngineCore) -> tuple[ModelRunner, list[SchedulerOutput]]:
-    """A second runner with a cache and rotary tables of its own, which hears pickled plans and nothing else. Of an engine
-    without graphs, which would be ahead of it.
+    """A second runner with its own cache and rotary tables, which receives only pickled plans of an engine without graphs.
 
-    Whatever it draws must be what the engine's own runner draws.
+    Its tokens must equal those of the engine's runner.
     """
     own = core.runner
     decoder, size = own.decoder, core.info.block_size
@@ -158,7 +154,7 @@ def add_rank(core: EngineCore) -> tuple[ModelRunner, list[SchedulerOutput]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: Path) -> None:
+def test_rank_computes_equal_results_from_plans(family: str, tmp_path: Path) -> None:
     core = make_core(
         make_model(family, tmp_path, max_position_embeddings=64),
         max_model_len=256,
@@ -184,7 +180,7 @@ def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: P
     assert len(rank.input_batch) == rank.sampler.num_tracked == len(core.runner.input_batch) == 0
 
 
-def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
+def test_rank_continues_from_a_snapshot(tmp_path: Path) -> None:
     core = make_core(make_model("llama", tmp_path), cuda_graphs=False)
     rank, _ = add_rank(core)
     core.add(greedy("a", range(3, 40), 30, repetition_penalty=1.3))

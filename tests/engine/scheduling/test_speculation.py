@@ -36,7 +36,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def both(
     directory: Path, sent: Callable[[], list[EngineRequest]], k: int = 5, **options: Any
 ) -> tuple[EngineCore, Results, Results]:
-    """The engine that speculated, its results, and those of one that did not."""
+    """A speculating engine, its results, and those of an engine without speculation."""
     want = run(make_core(directory, **options), sent())
     core = make_core(directory, speculative_ngram=k, **options)
     return core, run_checked(core, sent()), want
@@ -59,7 +59,7 @@ def both(
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_answers_are_those_without_speculation(
+def test_tokens_equal_those_without_speculation(
     model: str, options: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
     core, got, want = both(directory_of(model), traffic, **{"max_model_len": 96, **options})
@@ -73,8 +73,8 @@ def test_answers_are_those_without_speculation(
 
 @pytest.mark.parametrize(("length", "seed", "period"), [(60, 4, 2), (1100, 3, 11)], ids=["row by row", "as a chunk"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
-def test_a_loop_takes_a_fraction_of_the_steps(length: int, seed: int, period: int, deterministic: bool) -> None:
-    """More than half of the tokens of a loop come from proposals, over short contexts and over long ones."""
+def test_loop_needs_fewer_steps(length: int, seed: int, period: int, deterministic: bool) -> None:
+    """More than half of the tokens of a loop are proposed, in short and long contexts."""
 
     def sent() -> list[EngineRequest]:
         return [greedy("loop", prompt(seed, length, 4000, period), 96, logprobs=2)]
@@ -92,7 +92,7 @@ def test_a_loop_takes_a_fraction_of_the_steps(length: int, seed: int, period: in
     )
 
 
-def test_preempted_streams_that_speculate_come_to_the_same_tokens(directory_of: Callable[[str], Path]) -> None:
+def test_preempted_speculating_streams_give_equal_tokens(directory_of: Callable[[str], Path]) -> None:
     directory = directory_of("gemma3")
     whole = make_core(directory, max_model_len=96, deterministic=True)
     memory = 9 * whole.info.kv_bytes_per_token * whole.info.block_size
@@ -119,10 +119,10 @@ SCALINGS = [
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling["rope_type"]))
 @pytest.mark.parametrize("update", ["frozen", "recompute", "rotate", "exact"])
-def test_no_proposal_reaches_into_other_frequencies(
+def test_proposals_end_before_a_frequency_change(
     update: Any, scaling: dict[str, Any], directory_of: Callable[[str], Path]
 ) -> None:
-    """Frequencies change as these texts grow; a token computed under the wrong ones would have other logits."""
+    """Frequencies change as these texts grow. A token computed with wrong ones would have other logits."""
 
     def sent() -> list[EngineRequest]:
         return [
@@ -150,7 +150,7 @@ def test_no_proposal_reaches_into_other_frequencies(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    model=st.sampled_from(["llama", "gemma3", "lfm2", "qwen3_5"]),  # the last two carry states
+    model=st.sampled_from(["llama", "gemma3", "lfm2", "qwen3_5"]),  # the last two have recurrent states
     budget=st.integers(5, 48),
     blocks=st.integers(9, 40),
     max_num_seqs=st.integers(1, 6),
@@ -176,7 +176,7 @@ def test_no_proposal_reaches_into_other_frequencies(
         max_size=6,
     ),
 )
-def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
+def test_random_traffic_is_bit_identical_to_single_tokens(
     model: str,
     budget: int,
     blocks: int,
@@ -228,10 +228,7 @@ def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
             assert found == (result.token_ids[: len(found)] if name in aborts else result.token_ids)
 
 
-# ---- what is proposed and accepted -----------------------------------------------------------------------------------
-
-
-def test_a_lone_stream_of_a_circle_gets_its_proposals_accepted() -> None:
+def test_proposals_for_a_repeating_stream_are_accepted() -> None:
     scheduler, executor, _ = make_scheduler(speculation=6, block_size=2)
     add(executor, make_request("a", [0, 1, 2, 0, 1, 2], max_tokens=60, seed=2))
     while scheduler.has_work():
@@ -243,7 +240,7 @@ def test_a_lone_stream_of_a_circle_gets_its_proposals_accepted() -> None:
     assert_balanced(scheduler.blocks)
 
 
-def test_proposals_take_only_what_is_left_of_the_budget() -> None:
+def test_proposals_use_the_remaining_budget() -> None:
     scheduler, executor, _ = make_scheduler(speculation=8, budget=10)
     add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
     for _ in range(3):
@@ -259,7 +256,7 @@ def test_proposals_take_only_what_is_left_of_the_budget() -> None:
         scheduler.update(plan, executor.execute(plan))
 
 
-def test_proposals_teach_the_step_timer_nothing() -> None:
+def test_proposals_do_not_affect_the_step_timer() -> None:
     scheduler, executor, _ = make_scheduler(speculation=8, target_step_seconds=1.0)
     add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
     plan = scheduler.schedule()
@@ -273,7 +270,7 @@ def test_proposals_teach_the_step_timer_nothing() -> None:
     assert (scheduler.step_limiter.limit(0), scheduler.step_limiter.limit(1)) == limits
 
 
-def test_proposals_preempt_nobody() -> None:
+def test_proposals_do_not_preempt() -> None:
     """Two streams fill the pool to the last block: the first has slots for its own token only."""
     scheduler, executor, _ = make_scheduler(groups=((6, None),), block_size=4, speculation=8, prefix_caching=False)
     for name in "ab":
@@ -295,7 +292,7 @@ def test_proposals_end_where_frequencies_change(policy: Any) -> None:
     assert executor.num_accepted > 5
 
 
-def test_an_eager_sequence_slows_down_and_recovers() -> None:
+def test_number_of_proposals_adapts() -> None:
     pace = DraftLengthController(8)
     seen = []
     for _ in range(400):
@@ -320,7 +317,7 @@ def test_an_eager_sequence_slows_down_and_recovers() -> None:
     assert pace.limit() == 2
 
 
-def test_extended_reads_like_the_joined_list() -> None:
+def test_extended_equals_the_joined_list() -> None:
     joined, view = [1, 2, 3, 4, 5], ExtendedTokens([1, 2, 3], (4, 5))
     assert list(view) == joined and len(view) == 5
     for i in range(-5, 5):
@@ -355,7 +352,7 @@ def rows(*best: int) -> torch.Tensor:
         ((4, 5, 6), (4, 9, 6, 7), (4, 9)),
     ],
 )
-def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
+def test_proposals_are_accepted_up_to_the_first_difference(
     draft: tuple[int, ...], best: tuple[int, ...], accepted: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
     (result,) = sample_and_accept(Sampler(10, select_backend("cpu")), rows(*best), [scheduled(draft, **sampling)])
@@ -369,7 +366,7 @@ def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
 
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}], ids=str)
-def test_bad_logits_after_accepted_tokens_wait_for_their_turn(sampling: dict[str, Any]) -> None:
+def test_invalid_logits_after_accepted_tokens(sampling: dict[str, Any]) -> None:
     sampler, logits = Sampler(10, select_backend("cpu")), rows(4, 5, 6, 7)
     logits[2] = torch.nan
     (result,) = sample_and_accept(sampler, logits, [scheduled((4, 5, 6), **sampling)])
@@ -379,7 +376,7 @@ def test_bad_logits_after_accepted_tokens_wait_for_their_turn(sampling: dict[str
     assert isinstance(result.error, EngineError) and result.token_ids == ()
 
 
-def test_penalties_count_tokens_of_a_proposal_only_once_they_are_accepted() -> None:
+def test_penalties_count_accepted_tokens_only() -> None:
     """A penalised token is not sampled again, so a loop that the raw logits would continue ends after one round."""
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)
@@ -393,7 +390,7 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_are_accepted() -> N
     [{"speculative_ngram": 4, "speculative_ngram_min": 1}, {"burst_seconds": 1.0}],
     ids=["proposals", "bursts"],
 )
-def test_the_engine_benchmark_counts_every_token(several: dict[str, Any]) -> None:
+def test_engine_benchmark_counts_every_token(several: dict[str, Any]) -> None:
     config = engine_config(str(DEMO), device="cpu", kv_cache_memory=8 << 20, **several)
     for output_len in (40, 400):  # the longer one runs into the end of the context
         result = run_engine_benchmark(config, batch_size=2, input_len=100, output_len=output_len)
@@ -412,6 +409,6 @@ def test_the_engine_benchmark_counts_every_token(several: dict[str, Any]) -> Non
         ({"speculative_ngram_min": 5, "speculative_ngram_max": 4}, "`scheduling.speculation.max_match`"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, int], named: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, int], named: str) -> None:
     with pytest.raises(LoadError, match=named):
         engine_config("x", **options)

@@ -1,4 +1,4 @@
-"""The event decoder against a plain reading of the standard, with the bytes cut anywhere."""
+"""The event decoder compared with a plain implementation of the standard, with the bytes cut anywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.clients.sse import ServerSentEvent, SSEDecoder
+from windlass.clients.sse import SSEDecoder
+
+Event = tuple[str, str, str]  # data, type, id
 
 
-def by_the_standard(data: bytes) -> list[ServerSentEvent]:
-    """All at once: decode, drop the byte order mark, split into lines, interpret. Unfinished events are discarded."""
+def by_the_standard(data: bytes) -> list[Event]:
+    """Decode, drop the byte order mark, split into lines and interpret them. Unfinished events are discarded."""
     lines = re.split("\r\n|\n|\r", data.decode("utf-8", "replace").removeprefix("\ufeff"))[:-1]
-    events, fields, last = [], [], None
+    events, fields, last = [], [], ""
     for line in lines:
         if line:
             name, _, value = line.partition(":")
@@ -27,15 +29,16 @@ def by_the_standard(data: bytes) -> list[ServerSentEvent]:
         texts = [value for name, value in fields if name == "data"]
         kinds = [value for name, value in fields if name == "event"]
         if texts:
-            events.append(ServerSentEvent("\n".join(texts), (kinds or [""])[-1] or "message", last))
+            events.append(("\n".join(texts), (kinds or [""])[-1] or "message", last))
         fields = []
     return events
 
 
-def feed(data: bytes, cuts: list[int], **options: int) -> list[ServerSentEvent]:
+def feed(data: bytes, cuts: list[int], **options: int) -> list[Event]:
     decoder = SSEDecoder(**options)
     edges = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
-    return [event for start, end in pairwise(edges) for event in decoder.feed(data[start:end])]
+    found = [event for start, end in pairwise(edges) for event in decoder.feed(data[start:end])]
+    return [(event.data, event.event, event.id) for event in found]
 
 
 pieces = st.sampled_from(
@@ -45,26 +48,29 @@ pieces = st.sampled_from(
 
 
 @given(parts=st.lists(pieces, max_size=30), cuts=st.lists(st.integers(0, 400), max_size=12))
-def test_as_the_standard_reads_it(parts, cuts):
+def test_decoder_follows_the_standard(parts, cuts):
     data = "".join(parts).encode()
     assert feed(data, cuts) == by_the_standard(data)
 
 
 @given(parts=st.lists(pieces, max_size=20))
-def test_byte_by_byte(parts):
+def test_decoder_accepts_single_bytes(parts):
     data = "".join(parts).encode()
     assert feed(data, list(range(len(data)))) == by_the_standard(data)
 
 
-def test_events_come_as_soon_as_they_are_complete():
+def test_events_are_returned_as_soon_as_they_are_complete():
     for ending in (b"\n\n", b"\r\r", b"\r\n\r"):
         assert [event.data for event in SSEDecoder().feed(b"data: x" + ending)] == ["x"]
     assert SSEDecoder().feed(b"data: x\n") == []
 
 
-def test_huge_events_are_refused_and_endless_comments_are_not():
-    with pytest.raises(ValueError, match="more than 100 bytes"):
-        feed(b"data: " + b"x" * 200 + b"\n\n", [], max_event_bytes=100)
-    with pytest.raises(ValueError, match="more than 100 bytes"):
-        feed(b"data: x\n" * 50, list(range(0, 400, 3)), max_event_bytes=100)
-    assert len(feed(b": keep-alive\n\n: ping\n" * 500 + b"data: x\n\n", [], max_event_bytes=100)) == 1
+def test_large_events_are_refused_and_endless_comments_are_not():
+    parts = [b"data: " + b"x" * 200 + b"\n\n", b"data: x\n" * 50, b"x" * 101]
+    for data in parts:
+        for cuts in ([], list(range(0, len(data), 3)), list(range(len(data)))):
+            with pytest.raises(ValueError, match="more than 100 characters"):
+                feed(data, cuts, max_event_chars=100)
+    stream = b": keep-alive\n\n: ping\n" * 500 + b"data: x\n\n" + b"data: y\n\n" * 50
+    for cuts in ([], list(range(0, len(stream), 7))):
+        assert len(feed(stream, cuts, max_event_chars=100)) == 51

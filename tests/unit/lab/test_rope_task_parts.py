@@ -1,4 +1,4 @@
-"""The parts of `rope sweep --tasks` by themselves: documents, certainty, verdicts."""
+"""Documents, statistics and verdicts of `rope sweep --tasks`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(byte_level())
 
 
-def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer: Tokenizer) -> None:
+def test_length_facts_and_final_segment_of_a_document(tokenizer: Tokenizer) -> None:
     document = maker(tokenizer).make(LENGTH, 0)
     longest = max(len(q.ending) + max(map(len, q.choices)) for q in document.questions)
     assert len(document.ids) + longest == LENGTH
@@ -47,17 +47,17 @@ def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer
     text = tokenizer.decode(document.ids)
     for question in document.questions:
         right, *wrong = (tokenizer.decode(choice) for choice in question.choices)
-        asked = tokenizer.decode(question.ending)
+        ending = tokenizer.decode(question.ending)
         assert len({right, *wrong}) == 4 and right.endswith(".")
-        told = asked.splitlines()[-1].split("? ")[-1]
+        statement = ending.splitlines()[-1].split("? ")[-1]
         if question.task == "multihop":
-            name = told.removeprefix("So the value of ").removesuffix(" is")
+            name = statement.removeprefix("So the value of ").removesuffix(" is")
             for _ in range(2):
                 (line,) = [part for part in text.split(".") if part.strip().startswith(f"Let {name} be the same as ")]
                 name = line.split()[-1]
-            told = f"Let {name} be"
-        assert f"{told}{right}" in text
-        assert sum(choice in text for choice in wrong) >= 2  # most of what it is told from stands there too
+            statement = f"Let {name} be"
+        assert f"{statement}{right}" in text
+        assert sum(choice in text for choice in wrong) >= 2  # most wrong choices are in the text, too
     segment = tokenizer.decode(document.ids[-document.segment :])
     assert not any(mark in segment for mark in ("pass key", "magic number", "Entry:", "be the same"))
     needles = [q.depth for q in document.questions if q.task == "needle"]
@@ -67,20 +67,20 @@ def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer
     assert places == sorted(places) and places[0] < 0.1 and 0.8 < places[-1] < 1
 
 
-def test_documents_are_the_same_for_the_same_seed_alone(tokenizer: Tokenizer) -> None:
+def test_documents_depend_on_seed_number_and_length(tokenizer: Tokenizer) -> None:
     first = maker(tokenizer).make(LENGTH, 0)
     assert maker(tokenizer).make(LENGTH, 0) == first
     others = [maker(tokenizer, 2).make(LENGTH, 0), maker(tokenizer).make(LENGTH, 1), maker(tokenizer).make(6100, 0)]
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
 
-def test_tokenizers_that_put_a_space_themselves_get_no_second_one() -> None:
+def test_no_double_space_with_tokenizers_that_add_one() -> None:
     tokenizer = Tokenizer(llama_style())
     text = tokenizer.decode(maker(tokenizer).make(9000, 0).ids)
     assert "  Entry:" not in text and " Entry:" in text
 
 
-def test_a_text_of_ones_own_is_read_from_its_beginning_and_must_be_long_enough(tokenizer: Tokenizer) -> None:
+def test_custom_text_is_read_from_its_beginning(tokenizer: Tokenizer) -> None:
     text = "\n\n".join(f"Paragraph {i}. It says little. It ends here." for i in range(400))
     made = maker(tokenizer, texts={"a": text}).make(LENGTH, 0)
     words = tokenizer.decode(made.ids)
@@ -89,7 +89,7 @@ def test_a_text_of_ones_own_is_read_from_its_beginning_and_must_be_long_enough(t
         maker(tokenizer, texts={"a": "Too short."}).make(LENGTH, 0)
 
 
-def test_the_least_length_that_is_named_does(tokenizer: Tokenizer) -> None:
+def test_reported_minimum_length_suffices(tokenizer: Tokenizer) -> None:
     with pytest.raises(LoadError, match="documents of about") as refused:
         maker(tokenizer).make(500, 0)
     least = int(str(refused.value).split("about ")[1].split()[0])
@@ -97,7 +97,7 @@ def test_the_least_length_that_is_named_does(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_a_task_draws_is_drawn_once(task: str) -> None:
+def test_tasks_draw_without_repetition(task: str) -> None:
     assert len(set(THINGS)) == len(THINGS)
     rng = random.Random(3)
     hidden = TASKS[task](Materials(rng, iter(THINGS)))
@@ -106,11 +106,8 @@ def test_what_a_task_draws_is_drawn_once(task: str) -> None:
         assert 0 <= question.depth <= 1
 
 
-# ---- certainty ----
-
-
-def test_mcnemar_is_the_binomial_of_the_discordant_pairs() -> None:
-    """Against all outcomes of so many fair coins."""
+def test_mcnemar_is_the_binomial_test_of_discordant_pairs() -> None:
+    """Compare with all outcomes of as many fair coins."""
     for a, b, both in [(1, 9, 4), (0, 5, 0), (3, 3, 7), (0, 0, 5)]:
         first = [True] * a + [False] * b + [True] * both
         second = [False] * a + [True] * b + [True] * both
@@ -119,15 +116,15 @@ def test_mcnemar_is_the_binomial_of_the_discordant_pairs() -> None:
         assert mcnemar(first, second) == pytest.approx(len(as_far) / len(outcomes))
 
 
-def test_the_bootstrap_resamples_units() -> None:
+def test_bootstrap_resamples_units() -> None:
     generator = np.random.default_rng(1)
     values = generator.normal(0.5, 1.0, 200).tolist()
     alone = paired_bootstrap([[value] for value in values])
     assert alone.mean == pytest.approx(np.mean(values)) and alone.interval is not None
-    reach = 1.96 * np.std(values) / np.sqrt(200)
-    assert alone.interval.low == pytest.approx(alone.mean - reach, abs=0.02)
-    assert alone.interval.high == pytest.approx(alone.mean + reach, abs=0.02)
-    # Twenty that agree within each unit are worth one.
+    half_width = 1.96 * np.std(values) / np.sqrt(200)
+    assert alone.interval.low == pytest.approx(alone.mean - half_width, abs=0.02)
+    assert alone.interval.high == pytest.approx(alone.mean + half_width, abs=0.02)
+    # Twenty equal values of a unit count as one.
     together = paired_bootstrap([[value] * 20 for value in values[:10]])
     single = paired_bootstrap([[value] for value in values[:10]])
     assert together.interval is not None and single.interval is not None
@@ -137,13 +134,11 @@ def test_the_bootstrap_resamples_units() -> None:
     assert paired_bootstrap([[]] * 9).interval is None
 
 
-def test_a_difference_is_certain_where_interval_and_test_agree() -> None:
+def test_difference_is_certain_if_interval_and_test_agree() -> None:
     sure = paired_bootstrap([[1.0]] * 8 + [[0.0]] * 2)
     assert sure.is_certain and not replace(sure, p_value=0.06).is_certain
     assert not PairedDifference(1.0, None, 0.001).is_certain
 
-
-# ---- results and verdicts ----
 
 PLAIN = TaskCandidate("no scaling", "none", None)
 YARN = TaskCandidate("yarn 2", "yarn", {"rope_type": "yarn", "factor": 2})
@@ -153,7 +148,7 @@ CUT = TaskCandidate("cut", "cut", None, cut_to=512)
 
 
 def sweep(*right: tuple[TaskCandidate, int], documents: int = 4, each: int = 10) -> TaskSweep:
-    """`each` needles a document, of which every candidate chooses so many, the first ones."""
+    """`each` needles per document, of which each candidate answers the given number correctly, the first ones."""
 
     def reading(hits: int) -> Reading:
         return Reading(
@@ -176,7 +171,7 @@ def sweep(*right: tuple[TaskCandidate, int], documents: int = 4, each: int = 10)
     )
 
 
-def test_the_most_right_choices_win_and_the_least_cost_among_equals() -> None:
+def test_most_correct_choices_win_then_lowest_cost() -> None:
     (verdict,) = judge(sweep((PLAIN, 2), (ROTATE, 9), (YARN, 9), (WINDOW, 6)))
     assert verdict.chosen == "yarn 2"
     assert verdict.command == (
@@ -189,21 +184,23 @@ def test_the_most_right_choices_win_and_the_least_cost_among_equals() -> None:
     assert verdict.chosen == "no scaling" and "no scaling is needed" in verdict.reasons[0]
 
 
-def test_few_questions_are_told_as_such() -> None:
+def test_few_questions_are_reported() -> None:
     (verdict,) = judge(sweep((PLAIN, 0), (YARN, 1), documents=2, each=1))
     assert "too few for an interval" in verdict.reasons[1] and "lead is certain over none" in verdict.reasons[1]
 
 
-def test_many_documents_are_the_units() -> None:
+def test_documents_are_the_units_if_there_are_many() -> None:
     few, many = sweep((PLAIN, 2), (YARN, 9)), sweep((PLAIN, 2), (YARN, 9), documents=8)
     assert (few.unit(1024), many.unit(1024)) == ("question", "document")
     assert few.difference("no scaling", "yarn 2", 1024, "needle", "chosen").interval is not None
     apart = many.difference("no scaling", "yarn 2", 1024, "needle", "chosen")
-    assert apart.interval is not None and apart.interval.low == apart.interval.high == pytest.approx(0.7)  # all alike
+    assert apart.interval is not None and apart.interval.low == apart.interval.high == pytest.approx(
+        0.7
+    )  # all are equal
     assert many.difference("no scaling", "yarn 2", 1024, "needle", "written").mean == pytest.approx(0.3)
 
 
-def test_key_tokens_gain_from_a_long_context_and_are_likely_after_it() -> None:
+def test_key_token_losses() -> None:
     result = sweep((PLAIN, 1))
     assert [losses.tolist() for losses in result.key_losses("no scaling", 1024)] == [[1.0]] * 4
     assert result.key_perplexity("no scaling", 1024) == pytest.approx(np.e)
@@ -225,7 +222,7 @@ def test_commands(candidate: TaskCandidate, words: str) -> None:
     assert candidate.command("m", 2048) == words
 
 
-def test_no_scaling_is_said_where_the_model_has_one_of_its_own() -> None:
+def test_no_scaling_is_explicit_for_scaled_models() -> None:
     base = RotaryBase(10_000.0, 16, 16, 512)
     own = RotaryGroup("full_attention", base, RopeScaling.from_dict({"rope_type": "linear", "factor": 2.0}))
     plain, named, *others = task_candidates(own, 512, 1024)

@@ -1,4 +1,4 @@
-"""Verdicts on runs whose truth is known: the same server, a slower one, one that fails, too few requests."""
+"""Verdicts on simulated runs: the same server, a slower one, a failing one, too few requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verdicts(comparison) -> dict[tuple[str, str], str]:
     return {(line.measure, line.statistic): line.verdict for line in comparison.lines}
 
 
-def test_a_run_beside_itself_shows_no_difference_at_all():
+def test_run_compared_with_itself_shows_no_difference():
     run = simulated_run(count=120, slo={"ttft": 300})
     found = compare(run, run, **FAST)
     assert found.paired and not found.differing and not found.cautions
@@ -30,7 +30,7 @@ def test_a_run_beside_itself_shows_no_difference_at_all():
         assert line.first == line.second and line.change in (0.0, None)
 
 
-def test_values_are_those_of_the_summaries():
+def test_compared_values_equal_the_summaries():
     first, second = simulated_run(seed=1, failing=4), simulated_run(seed=2)
     summaries = [run.summary() for run in (first, second)]
     for line in compare(first, second, **FAST).lines:
@@ -45,7 +45,7 @@ def test_values_are_those_of_the_summaries():
 
 
 def days(*, count: int = 150, slowness: float = 1.0, first_seed: int = 0, spread: float = 0.05) -> list[RunResult]:
-    """Three runs of one server, each on a day of its own: some percent slower or faster throughout."""
+    """Three runs of one server, each slower or faster by some percent."""
     chance = random.Random(first_seed)
     return [
         simulated_run(
@@ -55,8 +55,8 @@ def days(*, count: int = 150, slowness: float = 1.0, first_seed: int = 0, spread
     ]
 
 
-def test_one_run_of_each_never_gets_a_verdict_however_far_apart_they_are():
-    """One server on two days: every interval within the runs leaves zero out."""
+def test_one_run_of_each_side_gets_no_verdict():
+    """Intervals within the runs exclude zero, although both are runs of one server."""
     first, second = simulated_run(count=150, seed=1, rate=2), simulated_run(count=150, seed=1, rate=2, slowness=0.9)
     found = compare(first, second, **FAST)
     lines = {(line.measure, line.statistic): line for line in found.lines}
@@ -65,23 +65,23 @@ def test_one_run_of_each_never_gets_a_verdict_however_far_apart_they_are():
     assert found.intervals_over == "requests within a run" and found.runs == (1, 1) and found.paired
 
 
-def test_runs_of_one_server_that_drifts_between_them_show_no_difference():
-    """By chance alone one figure in twenty would: less often, as the figures of one run hang together, but then many."""
+def test_drift_between_runs_is_not_a_difference():
+    """A verdict is by chance here. Figures of one run are correlated, so that chance verdicts are rarer than 1 in 20."""
     lucky = 0
     for seed in range(0, 100, 10):
         found = verdicts(compare(days(first_seed=seed, count=40), days(first_seed=seed + 1000, count=40), **FAST))
         lucky += found["itl", "mean"] in ("better", "worse")
-    assert lucky <= 3  # of 10; the chance of more is 0.1 %
+    assert lucky <= 3  # of 10; more have a probability of 0.1 %
 
 
-def test_one_run_beside_several_is_refused():
+def test_one_run_against_several_is_refused():
     with pytest.raises(ValueError, match="repeat it, too"):
         compare(simulated_run(), days(), **FAST)
     with pytest.raises(ValueError, match="a run of each side"):
         compare([], days(), **FAST)
 
 
-def test_intervals_over_runs_are_welch_s_over_one_value_a_run():
+def test_intervals_over_runs_are_welch_intervals():
     first, second = days(first_seed=1), days(first_seed=9, slowness=1.2)
     found = {(line.measure, line.statistic): line for line in compare(first, second, **FAST).lines}
     values = [[run.summary()["ttft_ms"]["p50"] for run in side] for side in (first, second)]
@@ -90,7 +90,7 @@ def test_intervals_over_runs_are_welch_s_over_one_value_a_run():
     assert line.interval == pytest.approx((expected.interval.low, expected.interval.high))
 
 
-def test_a_slower_server_is_found_worse_and_the_other_way_better():
+def test_slower_server_is_worse():
     quick, slow = days(first_seed=1), days(first_seed=5, slowness=1.4)
     worse, better = verdicts(compare(quick, slow, **FAST)), verdicts(compare(slow, quick, **FAST))
     for name in [("itl", "mean"), ("itl", "p50"), ("tpot", "mean"), ("ttft", "p50"), ("e2el", "p50")]:
@@ -116,40 +116,40 @@ def test_more_throughput_is_better():
     assert verdicts(compare(quick, slow, **FAST))["output", "per second"] == "worse"
 
 
-def test_failures_count_and_are_pointed_at():
+def test_failures_count_and_are_cautioned():
     good = [simulated_run(count=200, seed=seed) for seed in (1, 2)]
     bad = [simulated_run(count=200, seed=seed, failing=20) for seed in (1, 2)]
     found = compare(good, bad, **FAST)
     assert verdicts(found)["failed", "share"] == "worse"
-    assert any("20 of 200 requests of the second side's run 2 failed" in caution for caution in found.cautions)
-    assert any("200 requests of the second run failed" in c for c in compare(good[0], bad[0], **FAST).cautions)
+    assert any("second side's run 2: 20 of 200 requests failed" in caution for caution in found.cautions)
+    assert any("second run: 20 of 200 requests failed" in c for c in compare(good[0], bad[0], **FAST).cautions)
 
 
-def test_what_makes_runs_hard_to_compare_is_said():
+def test_cautions_and_differing_settings():
     first = simulated_run(limited=True, interrupted=True, slo={"ttft": 5})
     second = dataclasses.replace(simulated_run(rate=8), server={"model": "other"})
     found = compare(first, second, **FAST)
     assert found.differing["rate"] == ("4", "8") and found.differing["server.model"] == ("demo", "other")
     assert found.differing["server.rotary.factor"] == ("4", "–")
     text = "; ".join(found.cautions)
-    for part in ("first run was interrupted", "load generator", "different limits"):
+    for part in ("first run: the run was interrupted", "first run: the load generator", "different SLOs"):
         assert part in text
     assert not any(line.measure == "goodput" for line in found.lines)
 
 
-def test_settings_are_compared_side_by_side():
+def test_settings_are_compared_per_side():
     first = [simulated_run(seed=seed, rate=4) for seed in (1, 2)]
     second = [simulated_run(seed=seed, rate=rate) for seed, rate in ((2, 8), (1, 9))]
     found = compare(first, second, **FAST)
-    assert found.differing == {"rate": ("4", "8, 9")}  # the seeds are the same two
-    assert any("the second side differ among themselves in rate" in caution for caution in found.cautions)
+    assert found.differing == {"rate": ("4", "8, 9")}  # both sides have the same two seeds
+    assert any("the second side differ in rate" in caution for caution in found.cautions)
 
 
-def test_waits_that_only_grow_are_pointed_at():
+def test_growing_waits_are_cautioned():
     overloaded, calm = simulated_run(rate=200, count=150), simulated_run(rate=1, count=150)
     found = compare(calm, overloaded, **FAST)
-    assert any("kept growing during the second run" in caution for caution in found.cautions)
-    assert not any("growing during the first" in caution for caution in found.cautions)
+    assert any("second run: time to first token kept growing" in caution for caution in found.cautions)
+    assert not any("first run: time to first token" in caution for caution in found.cautions)
 
 
 def test_requests_pair_by_index_and_length_only():
@@ -172,7 +172,7 @@ def test_requests_pair_by_index_and_length_only():
         RunResult(records=(RequestRecord(index=0, intended=0.0, outcome="connect"),), duration_s=0.0),
     ],
 )
-def test_empty_runs_compare_to_little(run):
+def test_empty_runs_can_be_compared(run):
     found = compare(simulated_run(count=30), run, **FAST)
     assert all(line.verdict in ("too few requests", "one run cannot tell") for line in found.lines)
     assert not any(line.measure == "ttft" for line in found.lines)
@@ -181,7 +181,7 @@ def test_empty_runs_compare_to_little(run):
 
 
 def with_cache(run: RunResult, cached: float, reused: float | None) -> RunResult:
-    """The run with shares of each prompt from the cache; every second request has a little less."""
+    """The run with cached and reused shares of each prompt, slightly smaller in every second request."""
     records = []
     for record in run.records:
         less = 1 - 0.01 * (record.index % 2)
@@ -193,7 +193,7 @@ def with_cache(run: RunResult, cached: float, reused: float | None) -> RunResult
     return dataclasses.replace(run, records=tuple(records))
 
 
-def test_what_came_from_the_cache_is_compared_where_both_sides_tell():
+def test_cache_shares_are_compared_where_both_sides_report_them():
     runs = [simulated_run(count=40, seed=seed) for seed in (1, 2, 3)]
     plain = [with_cache(run, 0.3 + 0.01 * k, 0.0) for k, run in enumerate(runs)]
     taken = [with_cache(run, 0.9 + 0.01 * k, 0.6 + 0.01 * k) for k, run in enumerate(runs)]
@@ -208,9 +208,9 @@ def test_what_came_from_the_cache_is_compared_where_both_sides_tell():
     assert single["reused"].second == pytest.approx(0.6 * 0.995) and single["reused"].verdict == "one run cannot tell"
     low, high = single["cached"].interval
     assert low < 0.6 * 0.995 < high
-    assert "reused" not in measures_of(compare(plain, plain, **FAST))  # nothing on either side
-    untold = [with_cache(run, 0.5, None) for run in runs]
-    assert measures_of(compare(untold, taken, **FAST)) & {"cached", "reused"} == {"cached"}
+    assert "reused" not in measures_of(compare(plain, plain, **FAST))  # zero on both sides
+    unknown = [with_cache(run, 0.5, None) for run in runs]
+    assert measures_of(compare(unknown, taken, **FAST)) & {"cached", "reused"} == {"cached"}
 
 
 def measures_of(comparison) -> set[str]:

@@ -1,4 +1,4 @@
-"""The numbers behind the charts, each against counting by hand or numpy."""
+"""Figures of the charts, against counting by hand and numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult
 RUN = simulated_run(rate=6, count=80, failing=5, seed=3)
 
 
-def test_gaps_stand_at_input_plus_position():
+def test_gaps_are_at_input_length_plus_position():
     record = RequestRecord(
         index=0, intended=0, sent=0, chunks=(1.0, 1.01, 1.03), ended=1.04, input_tokens=100, output_tokens=3
     )
@@ -42,7 +42,7 @@ def test_speed_counts_tokens_and_not_chunks():
     st.lists(st.tuples(st.integers(0, 5000).map(float), st.floats(0, 1e4, allow_subnormal=False)), max_size=80),
     st.integers(1, 30),
 )
-def test_bins_hold_every_point_once_in_order(pairs, bins):
+def test_bins_contain_every_point_once_in_order(pairs, bins):
     found = figures.bin_points(pairs, bins)
     assert sum(b["count"] for b in found) == len(pairs)
     assert [b["x"] for b in found] == sorted(b["x"] for b in found) and len(found) <= bins
@@ -55,11 +55,11 @@ def test_bins_hold_every_point_once_in_order(pairs, bins):
         assert b["mean"] == pytest.approx(np.mean(ys))
 
 
-def test_the_fit_is_numpy_s_and_its_error_the_sandwich_written_out():
+def test_fit_equals_numpy_and_its_error_the_sandwich_estimator():
     chance = np.random.default_rng(4)
     clusters = []
     for start in chance.uniform(0, 1000, size=25):
-        shift = chance.normal()  # what a request's gaps share
+        shift = chance.normal()  # common to the gaps of a request
         clusters.append([(start + k, 5 + 0.01 * (start + k) + shift + chance.normal()) for k in range(8)])
     fit = figures.linear_fit(clusters)
     x, y = np.array([point for cluster in clusters for point in cluster]).T
@@ -76,12 +76,12 @@ def test_the_fit_is_numpy_s_and_its_error_the_sandwich_written_out():
     assert fit.error > 1.3 * naive  # the gaps of one request are not eight observations
 
 
-def test_too_little_has_no_fit():
+def test_too_few_points_have_no_fit():
     assert figures.linear_fit([[(1.0, 2.0)], [(1.0, 3.0)], [(1.0, 4.0)]]) is None
     assert figures.linear_fit([[(1.0, 2.0), (2.0, 3.0)], [(3.0, 3.0)], []]) is None
 
 
-def test_bins_are_as_many_as_the_requests_can_fill():
+def test_number_of_bins():
     chance = np.random.default_rng(0)
 
     def bins(lengths) -> int:
@@ -91,7 +91,7 @@ def test_bins_are_as_many_as_the_requests_can_fill():
     assert bins(range(9)) == 3 and bins(chance.permutation(1000)[:41]) == 5 and bins(range(1000)) == 40
 
 
-def test_tokens_over_time_add_up_and_open_requests_are_counted():
+def test_tokens_and_open_requests_over_time():
     found = figures.over_time(RUN)
     assert len(found["seconds"]) <= 100
     assert sum(found["widths"]) == pytest.approx(RUN.duration_s)
@@ -116,14 +116,14 @@ def test_steps_begin_at_the_first_intended_send():
 
 
 @given(st.floats(1e-4, 1e6), st.integers(2, 200))
-def test_steps_are_nice_and_few(span, max_points):
+def test_steps_of_the_time_axis(span, max_points):
     step = figures.nice_step(span, max_points)
     assert span / step <= max_points
     assert round(step / 10 ** math.floor(math.log10(step) + 1e-9)) in (1, 2, 5)
     assert span / step > max_points / 10.001
 
 
-def test_tails_reach_no_further_than_the_data():
+def test_tail_curve_ends_with_the_data():
     values = list(np.random.default_rng(0).exponential(size=200))
     curve = figures.tail_curve(values)
     assert curve[0] == (0.0, min(values)) and curve[-1][0] == pytest.approx(99.5)
@@ -132,7 +132,7 @@ def test_tails_reach_no_further_than_the_data():
     assert figures.tail_curve([]) == [] and figures.tail_curve([4.0]) == [(0.0, 4.0)]
 
 
-def test_a_thinned_timeline_keeps_every_failure():
+def test_thinned_timeline_includes_every_failure():
     found = figures.timeline(RUN, max_points=20)
     assert len(found["rows"]) <= 20 and found["left_out"] == 80 - len(found["rows"])
     failed = [row for row in found["rows"] if row["outcome"] is not None]
@@ -142,8 +142,8 @@ def test_a_thinned_timeline_keeps_every_failure():
     assert len(whole["rows"]) == 80 and whole["left_out"] == 0
 
 
-def test_context_figures_find_the_truth_of_the_simulation():
-    """The simulated server takes 12 ms a token and 4 ms more per 1,000 tokens, times a factor of known mean."""
+def test_context_figures_recover_the_simulated_costs():
+    """The simulated server needs 12 ms per token and 4 ms more per 1,000 tokens of context, times a factor of known mean."""
     runs = [NamedRun(name="a", result=simulated_run(count=200, seed=1)), NamedRun(name="b", result=RUN)]
     found = figures.against_context(runs)
     assert [entry["name"] for entry in found] == ["a", "b"]
@@ -158,12 +158,12 @@ def test_context_figures_find_the_truth_of_the_simulation():
     assert sum(b["count"] for b in together[0]["ttft"]["bins"]) == 200 + 75
 
 
-def test_one_length_of_context_gets_no_fit():
+def test_single_context_length_has_no_fit():
     run = NamedRun(name="x", result=simulated_run(input_tokens=(512,)))
     assert figures.against_context([run])[0]["itl_fit"] is None
 
 
-def test_cached_tokens_are_no_prefill():
+def test_prefill_speed_excludes_cached_tokens():
     record = RequestRecord(
         index=0, intended=0, sent=0, chunks=(0.5,), ended=1, input_tokens=100, cached_tokens=60, output_tokens=1
     )
@@ -171,7 +171,7 @@ def test_cached_tokens_are_no_prefill():
     assert entry["prefill"]["points"] == [(100.0, 80.0)]
 
 
-def test_load_is_the_offered_rate_or_the_concurrency():
+def test_load_is_offered_rate_or_concurrency():
     runs = [NamedRun(name=str(r), result=simulated_run(rate=r, count=20)) for r in (8, 2)]
     found = figures.against_rate(runs)
     assert found["offered"] and [row["load"] for row in found["rows"]] == [2, 8]
@@ -190,8 +190,8 @@ def test_load_is_the_offered_rate_or_the_concurrency():
     assert [(row["group"], row["load"]) for row in rows] == [("old", 2), ("old", 8), ("new", 2), ("new", 8)]
 
 
-def test_bins_do_not_cut_a_cluster():
-    """Contexts 4,096 to 4,127 of a study lie on both sides of an edge of forty equal steps."""
+def test_bins_do_not_split_a_cluster():
+    """An edge of forty equal bins is within the contexts 4,096 to 4,127."""
     pairs = [(float(start + k), 1.0) for start in (1024, 2048, 4096, 8192, 16384) for k in range(32)]
     assert [b["count"] for b in figures.bin_points(pairs)] == [32] * 5
 
@@ -205,13 +205,13 @@ def test_bins_do_not_cut_a_cluster():
     ],
     ids=["empty", "never sent", "never ended"],
 )
-def test_runs_that_hold_next_to_nothing_make_plain_data(run):
+def test_figures_of_nearly_empty_runs_are_valid_json(run):
     named = [NamedRun(name="x", result=run)]
     data = [figures.over_time(run), figures.timeline(run), figures.against_context(named)]
     json.dumps(figures.round_floats(data), allow_nan=False)
 
 
-def test_rounding_keeps_everything_else():
+def test_only_floats_are_rounded():
     assert figures.round_floats({"a": [1.23456789, None, "x", 7, True], "b": (0.0,)}, 3) == {
         "a": [1.23, None, "x", 7, True],
         "b": [0.0],

@@ -1,4 +1,4 @@
-"""Intervals against brute force, printed tables and worked examples, and data whose truth is known."""
+"""Confidence intervals against brute force, printed tables, published examples and simulated data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from windlass.clients.loadtest.intervals import (
 )
 
 
-def test_a_resample_s_percentiles_are_those_of_the_values_written_out():
-    """Against copying every drawn request's values into one list."""
+def test_resampled_statistics_equal_brute_force():
+    """Compare with the statistics of all drawn values in one list."""
     chance = np.random.default_rng(3)
     clusters = [list(chance.exponential(size=chance.integers(0, 6))) for _ in range(30)]
     data = Clustered(clusters)
@@ -37,25 +37,25 @@ def test_a_resample_s_percentiles_are_those_of_the_values_written_out():
         assert found[row] == pytest.approx(np.percentile(values, [0, 37.5, 50, 99, 100]))
 
 
-def test_values_of_the_whole_are_numpy_s():
+def test_statistics_equal_numpy():
     clusters = [[3.0, 1.0], [], [2.0], [10.0, 4.0, 4.0]]
     data, flat = Clustered(clusters), [3.0, 1.0, 2.0, 10.0, 4.0, 4.0]
     assert data.mean() == pytest.approx(np.mean(flat)) and len(data) == 6 and data.clusters == 4
     assert data.percentile(90) == pytest.approx(np.percentile(flat, 90))
 
 
-def test_blocks_are_neighbours_and_every_request_is_as_likely():
+def test_blocks_are_neighbours_drawn_uniformly():
     size = 27
     data = Clustered([[float(place)] for place in range(size)])
     means, _ = data.resampled([50], 4000, np.random.default_rng(0))
     assert block_length(size) == 3 and block_length(1000) == 10 and block_length(1) == 1
     assert means.mean() == pytest.approx((size - 1) / 2, abs=0.15)
-    # Blocks of three make a mean about as uncertain as a third of the independent draws would.
+    # A third of the independent draws gives about three times the variance of the mean.
     assert means.var() > 1.8 * (size**2 - 1) / 12 / size
 
 
 def coverage(truth: float, make, trials: int) -> dict[str, float]:
-    """How often the 95 % intervals of second - first hold the truth, by statistic."""
+    """Share of the 95 % intervals of second - first that contain the true difference, by statistic."""
     hits = {"mean": 0, "p50": 0, "p90": 0}
     for trial in range(trials):
         chance = np.random.default_rng(1000 + trial)
@@ -68,14 +68,14 @@ def coverage(truth: float, make, trials: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say():
+def test_coverage_of_intervals_of_independent_values():
     found = coverage(0.3, lambda chance: chance.exponential(size=120), trials=110)
     for name, share in found.items():
         assert 0.89 <= share <= 0.995, name
 
 
 def autoregressive(chance: np.random.Generator) -> np.ndarray:
-    """Neighbours alike, as in a queue: each value is 0.6 of the one before and something new."""
+    """Correlated neighbours, as in a queue: each value is 0.6 of the previous one plus noise."""
     values = [chance.normal() / 0.8]
     for new in chance.normal(size=249):
         values.append(0.6 * values[-1] + new)
@@ -83,14 +83,14 @@ def autoregressive(chance: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_blocks_keep_intervals_honest_where_neighbours_are_alike(monkeypatch):
+def test_coverage_of_block_bootstrap_for_correlated_values(monkeypatch):
     with_blocks = coverage(0.0, autoregressive, trials=70)["mean"]
     monkeypatch.setattr(intervals, "block_length", lambda clusters: 1)
     without = coverage(0.0, autoregressive, trials=70)["mean"]
     assert with_blocks >= 0.85 > without + 0.05
 
 
-def test_pairs_cancel_what_requests_differ_by():
+def test_pairing_cancels_differences_between_requests():
     chance = np.random.default_rng(1)
     lengths = chance.choice([100.0, 1000.0], size=200)
     first = Clustered([[value] for value in lengths + chance.normal(size=200)])
@@ -107,13 +107,13 @@ def test_pairs_cancel_what_requests_differ_by():
         compare_latency(first, Clustered([[1.0]]), [50], resamples=100, confidence=0.95, seed=0, paired=True)
 
 
-def test_equal_seeds_give_equal_intervals_and_others_do_not():
+def test_intervals_depend_on_the_seed():
     data = [Clustered([[value] for value in np.random.default_rng(k).exponential(size=50)]) for k in range(2)]
     runs = [compare_latency(*data, [50], resamples=200, confidence=0.9, seed=seed)["mean"] for seed in (4, 4, 5)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_too_few_values_get_no_interval():
+def test_too_few_values_have_no_interval():
     few = Clustered([[1.0]] * 19)
     some = Clustered([[float(k)] for k in range(99)])
     enough = Clustered([[float(k)] for k in range(100)])
@@ -126,7 +126,7 @@ def test_too_few_values_get_no_interval():
     assert known(few, enough) == []
     assert known(some, enough) == ["mean", "p50", "p90"]
     assert known(enough, enough) == ["mean", "p50", "p90", "p95"]
-    # Five hundred gaps of one request are one request's.
+    # Many gaps of few requests do not suffice.
     assert known(Clustered([[1.0, 2.0] * 250]), enough) == []
 
 
@@ -144,14 +144,14 @@ def test_too_few_values_get_no_interval():
         (0.9, 30, 1.697),
     ],
 )
-def test_student_s_t_is_the_printed_one(confidence, freedom, printed):
+def test_student_quantile_equals_printed_tables(confidence, freedom, printed):
     assert student_quantile(confidence, freedom) == pytest.approx(printed, abs=5e-4)
 
 
 @pytest.mark.parametrize("beyond", [0.5, 0.05, 1e-3, 1e-6, 1e-9, 1e-12])
-def test_student_s_t_far_out(beyond):
-    """Of one and two degrees of freedom there are closed forms."""
-    beyond = 1 - (1 - beyond)  # as far as a float holds the confidence
+def test_student_quantile_far_out(beyond):
+    """One and two degrees of freedom have closed forms."""
+    beyond = 1 - (1 - beyond)  # as exactly as a float represents the confidence
     assert student_quantile(1 - beyond, 1) == pytest.approx(1 / math.tan(math.pi * beyond / 2), rel=1e-9)
     assert student_quantile(1 - beyond, 2) == pytest.approx(
         (1 - beyond) / math.sqrt(beyond * (2 - beyond) / 2), rel=1e-9
@@ -159,20 +159,20 @@ def test_student_s_t_far_out(beyond):
     assert student_quantile(1 - beyond, 1) > student_quantile(1 - beyond, 1.5) > student_quantile(1 - beyond, 2)
 
 
-def test_rates_are_compared_by_welch():
+def test_means_are_compared_by_welch():
     first, second = [10.0, 12.0, 9.0, 11.0, 13.0, 10.5], [14.0, 15.5, 13.0, 16.0, 12.5, 15.0]
     found = compare_means(first, second, 0.95)
     a, b = np.var(first, ddof=1) / 6, np.var(second, ddof=1) / 6
     freedom = (a + b) ** 2 / (a**2 / 5 + b**2 / 5)
-    reach = 2.230 * math.sqrt(a + b)  # t at 9.97 degrees lies just above the 2.228 of ten
+    half_width = 2.230 * math.sqrt(a + b)  # t at 9.97 degrees of freedom; 2.228 at ten
     assert 9.9 < freedom < 10
     assert (found.interval.low + found.interval.high) / 2 == pytest.approx(np.mean(second) - np.mean(first))
-    assert (found.interval.high - found.interval.low) / 2 == pytest.approx(reach, rel=3e-3)
+    assert (found.interval.high - found.interval.low) / 2 == pytest.approx(half_width, rel=3e-3)
     assert found.interval.excludes_zero
 
 
 @pytest.mark.slow
-def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
+def test_coverage_of_batch_means():
     """Two Poisson processes whose rates differ by 1 per second, counted in twenty spans of 5 s."""
     hits = 0
     for trial in range(300):
@@ -182,35 +182,35 @@ def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
     assert 0.92 <= hits / 300 <= 0.98
 
 
-def test_rates_that_never_vary_have_no_width():
+def test_constant_values_have_an_interval_of_no_width():
     found = compare_means([5.0] * 4, [5.0] * 4, 0.95)
     assert (found.interval.low, found.interval.high) == (0.0, 0.0) and not found.interval.excludes_zero
 
 
-def test_a_mean_of_four_values_and_its_interval():
-    """By hand: mean 5, standard error sqrt(20/3/4), t 3.1824 at 3 degrees of freedom."""
+def test_mean_interval_of_four_values():
+    """Mean 5, standard error sqrt(20/3/4), t = 3.1824 at 3 degrees of freedom."""
     mean, interval = mean_interval([2.0, 4.0, 6.0, 8.0], 0.95)
     assert mean == 5 and interval.high - 5 == pytest.approx(3.182446 * math.sqrt(20 / 12), rel=1e-6)
     assert 5 - interval.low == pytest.approx(interval.high - 5)
     assert mean_interval([3.0], 0.95) == (3.0, None)
 
 
-def test_shares_are_those_of_newcombe_s_paper():
+def test_shares_equal_newcombes_paper():
     """Table II, example (a), of Newcombe (1998): 56/70 against 48/80, method 10: 0.0524 to 0.3339."""
     found = compare_shares((48, 80), (56, 70), 0.95)
     assert found.interval.low == pytest.approx(0.0524, abs=5e-5)
     assert found.interval.high == pytest.approx(0.3339, abs=5e-5)
 
 
-def test_shares_that_all_runs_agree_on_are_still_a_matter_of_chance():
+def test_equal_small_shares_in_all_runs_do_not_prove_a_difference():
     few = compare_repeated_shares([(0, 100)] * 3, [(1, 100)] * 3, 0.95)
     assert (few.first, few.second) == (0, 0.01) and not few.interval.excludes_zero
     assert compare_repeated_shares([(0, 100)] * 3, [(20, 100)] * 3, 0.95).interval.excludes_zero
     assert not compare_repeated_shares([(0, 100), (40, 100)], [(60, 100), (20, 100)], 0.95).interval.excludes_zero
 
 
-def test_wilson_holds_the_share_and_stays_inside():
-    """Against the equation it solves: |p - h/n| = z sqrt(p (1 - p) / n)."""
+def test_wilson_interval():
+    """Its ends solve |p - h/n| = z sqrt(p (1 - p) / n)."""
     ends = wilson(15, 148, 0.95)
     for share in (ends.low, ends.high):
         assert abs(share - 15 / 148) == pytest.approx(1.959964 * math.sqrt(share * (1 - share) / 148), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Runs against a scripted server: loops, bounds, slots, turns, clients that leave, warm-up, what is sent, what is told."""
+"""Runs against a scripted server: loops, limits, turns, disconnects, warm-up, requests, and the server's properties."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import itertools
 import time
 
 import pytest
-from helpers.scripted_http import answer
-from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
+from helpers.scripted_http import Generation, ScriptedLLM, answer, full_stream, scripted_llm, stream
 
 from windlass.clients.loadtest import timed_requests
 from windlass.clients.loadtest.load_plan import (
@@ -36,140 +35,140 @@ def run(llm: ScriptedLLM, **options):
     return measure(plan(llm, **options))
 
 
-def test_a_closed_loop_keeps_its_clients_busy_and_no_more():
+def test_closed_loop_runs_its_number_of_clients():
     with scripted_llm(stream(0.01, 0.01, 0.01)) as llm:
         result = run(llm, count=12, concurrency=3)
-    assert llm.most == 3
-    assert len(result.completed) == len(llm.performances) == 12
+    assert llm.max_running == 3
+    assert len(result.completed) == len(llm.generations) == 12
     assert result.offered_rate is None
     assert sorted(record.index for record in result.records) == list(range(12))
 
 
-def test_prompts_are_the_same_for_the_same_seed_whatever_the_schedule():
+def test_prompts_depend_on_the_seed_and_not_on_the_schedule():
     seen = []
     for options in ({"concurrency": 1}, {"schedule": Replay([0.0] * 4), "concurrency": None}, {"seed": 1}):
-        with scripted_llm(asked()) as llm:
+        with scripted_llm(full_stream) as llm:
             run(llm, vocab_size=1000, **options)
         seen.append(sorted(body["prompt"] for body in llm.bodies))
     assert seen[0] == seen[1] != seen[2]
     assert all(len(prompt) == 5 for prompt in seen[0])
 
 
-def test_an_open_loop_does_not_wait_for_answers():
-    async def waits_for_all(performance: Performance) -> None:
-        while len(llm.performances) < 8:
+def test_open_loop_does_not_wait_for_responses():
+    async def waits_for_all(generation: Generation) -> None:
+        while len(llm.generations) < 8:
             await asyncio.sleep(0.005)
-        await asked()(performance)
+        await full_stream(generation)
 
     with scripted_llm(waits_for_all) as llm:
         result = run(llm, count=8, schedule=Arrivals(100.0, None), concurrency=None, timeout_s=60)
-    assert llm.most == len(result.completed) == 8
+    assert llm.max_running == len(result.completed) == 8
     assert [record.intended for record in result.records] == pytest.approx([n / 100 for n in range(8)])
     assert all(record.sent >= record.intended for record in result.records)
     assert result.offered_rate == 100
 
 
-def test_an_open_loop_with_slots_sends_no_more_at_once():
+def test_open_loop_with_limited_concurrency():
     with scripted_llm(stream(0.03, 0.01)) as llm:
         result = run(llm, count=6, schedule=Arrivals(1000.0, None), concurrency=2)
-    assert llm.most == 2 and len(result.completed) == 6
+    assert llm.max_running == 2 and len(result.completed) == 6
     assert result.summary()["schedule_lag_ms"]["p99"] > 40  # two rounds of about 40 ms before the last
-    assert result.generator["send_lag_ms"]["p50"] == 0  # the other four were not late by the generator's doing
+    assert result.generator["send_lag_ms"]["p50"] == 0  # the generator did not delay the other four
 
 
-def test_no_request_begins_after_the_duration():
+def test_no_request_is_sent_after_the_duration():
     with scripted_llm(stream(0.02, 0.02)) as llm:
         closed = run(llm, count=None, duration_s=0.3, concurrency=2)
     assert len(closed.completed) >= 2 and all(record.intended < 0.3 for record in closed.records)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         opened = run(llm, count=None, duration_s=0.2, schedule=Arrivals(50.0, None), concurrency=None)
     assert len(opened.records) == 10
 
 
-def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
-    with scripted_llm(asked()) as llm:
+def test_warm_up_requests_are_not_counted():
+    with scripted_llm(full_stream) as llm:
         result = run(llm, count=3, warmup=2, vocab_size=1000)
-    assert len(llm.performances) == 5 and len(result.records) == 3
+    assert len(llm.generations) == 5 and len(result.records) == 3
     prompts = [tuple(body["prompt"]) for body in llm.bodies]
     assert len(set(prompts)) == 5 and {len(prompt) for prompt in prompts} == {5}
-    assert result.generator["monotonic_start"] > llm.performances[1].ended
+    assert result.generator["monotonic_start"] > llm.generations[1].ended
 
 
-def test_warm_up_asks_nothing_that_a_trace_will_ask():
+def test_warm_up_does_not_send_prompts_of_the_trace():
     trace = [TraceEntry(line=line, max_tokens=2, prompt=prompt) for line, prompt in enumerate(("hello you", (4, 5)), 1)]
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         run(llm, count=2, warmup=2, workload={"trace": trace}, vocab_size=1000)
     warm, measured = [body["prompt"] for body in llm.bodies[:2]], [body["prompt"] for body in llm.bodies[2:]]
     assert measured == ["hello you", [4, 5]]
     assert [len(prompt) for prompt in warm] == [2, 2] and not any(prompt in measured for prompt in warm)
 
 
-def test_clients_that_leave_are_neither_completed_nor_failed():
-    async def long(performance: Performance) -> None:
-        await performance.head()
-        # The client before has gone by now, and not only when the whole run ends.
-        before = llm.performances[: llm.performances.index(performance)]
+def test_disconnecting_clients_are_neither_completed_nor_failed():
+    async def long(generation: Generation) -> None:
+        await generation.head()
+        # The previous client has disconnected by now, not only at the end of the run.
+        before = llm.generations[: llm.generations.index(generation)]
         for _ in range(500):
-            if all(other.client_gone for other in before):
+            if all(other.disconnected for other in before):
                 break
             await asyncio.sleep(0.01)
         else:
-            await performance.token("the client before is still there", "abort")
+            await generation.token("the previous client is still connected", "abort")
         for _ in range(4):
-            await performance.token()
-        await performance.wait_gone()
+            await generation.token()
+        await generation.wait_disconnect()
 
     with scripted_llm(long) as llm:
         result = run(llm, count=3, workload={"disconnect_share": 1.0, "disconnect_after": 4})
     assert result.abandoned == {"disconnected": 3}
-    assert all(performance.client_gone for performance in llm.performances)
+    assert all(generation.disconnected for generation in llm.generations)
     summary = result.summary()
     assert (summary["completed"], summary["failed"], summary["errors"]) == (0, 0, {})
     assert summary["abandoned"] == {"disconnected": 3}
     assert [len(record.chunks) for record in result.records] == [4, 4, 4]
 
 
-def test_a_client_whose_stream_breaks_before_it_would_leave_has_failed():
-    async def broken(performance: Performance) -> None:
-        await performance.head()
-        await performance.token()
-        performance.exchange.writer.close()
+def test_stream_broken_before_the_planned_disconnect_has_failed():
+    async def broken(generation: Generation) -> None:
+        await generation.head()
+        await generation.token()
+        generation.writer.close()
 
     with scripted_llm(broken) as llm:
         result = run(llm, count=1, workload={"disconnect_share": 1.0, "disconnect_after": 2})
     assert result.errors == {"truncated": 1} and not result.abandoned
 
 
-def test_turns_wait_for_the_answer_and_the_thought():
+def test_turns_wait_for_the_response_and_the_think_time():
     with scripted_llm(stream(0.02, 0.02)) as llm:
-        result = run(llm, count=2, concurrency=2, workload={"turns": 3, "think_s": 0.05, "chat": True})
+        result = run(llm, count=2, concurrency=2, workload={"turns": 3, "think_time": 0.05, "chat": True})
     assert len(result.completed) == 6 and result.settings["prompts"] == "text"
     start = result.generator["monotonic_start"]
     for label in ("turn 1", "turn 2", "turn 3"):
         assert sum(record.label == label for record in result.records) == 2
-    talks = [p.body["messages"] for p in llm.performances]
+    talks = [p.body["messages"] for p in llm.generations]
     assert sorted(map(len, talks)) == [1, 1, 3, 3, 5, 5]
-    for performance in llm.performances:
-        messages = performance.body["messages"]
+    for generation in llm.generations:
+        messages = generation.body["messages"]
         if len(messages) == 1:
             continue
         assert [m["content"] for m in messages[1::2]] == [" w1 w2"] * (len(messages) // 2)
-        before = [p for p in llm.performances if p.body["messages"] == messages[:-2]]
-        assert len(before) == 1 and performance.arrived - before[0].ended >= 0.05
-    # A turn is meant to go when its thought is over: the wait counts to nobody's latency.
+        before = [p for p in llm.generations if p.body["messages"] == messages[:-2]]
+        assert len(before) == 1 and generation.arrived - before[0].ended >= 0.05
+    # The intended send is at the end of the think time, which counts for no latency.
     second = next(record for record in result.records if record.label == "turn 2")
-    assert start + second.intended - min(p.ended for p in llm.performances) >= 0.05
-    assert all(record.text is None for record in result.records)  # kept for the turns only
+    assert start + second.intended - min(p.ended for p in llm.generations) >= 0.05
+    assert all(record.text is None for record in result.records)  # recorded for the next turns only
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_are_timed_but_not_sent_back_as_the_answer(field):
-    async def thinks(performance: Performance) -> None:
-        await performance.head()
+def test_reasoning_is_timed_and_not_part_of_the_response_text(field):
+    async def thinks(generation: Generation) -> None:
+        await generation.head()
         for part in ({field: "hm, "}, {field: "well", "content": ""}, {"content": "yes"}):
-            await performance.data({"choices": [{"index": 0, "delta": part, "finish_reason": None}]})
-        await performance.token(".", "stop")
-        await performance.done()
+            await generation.data({"choices": [{"index": 0, "delta": part, "finish_reason": None}]})
+        await generation.token(".", "stop")
+        await generation.done()
 
     with scripted_llm(thinks) as llm:
         result = run(llm, count=1, keep_text=True, workload={"turns": 2, "chat": True})
@@ -178,22 +177,22 @@ def test_thoughts_are_timed_but_not_sent_back_as_the_answer(field):
     assert llm.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes."}
 
 
-def test_a_conversation_ends_with_a_turn_that_fails():
-    async def fails(performance: Performance) -> None:
-        await answer({"error": {"message": "no"}}, "500 Internal Server Error")(performance.exchange)
+def test_failed_turn_ends_its_conversation():
+    async def fails(generation: Generation) -> None:
+        await answer({"error": {"message": "no"}}, "500 Internal Server Error")(generation)
 
-    with scripted_llm(asked(), fails, asked()) as llm:
+    with scripted_llm(full_stream, fails, full_stream) as llm:
         result = run(llm, count=2, workload={"turns": 3, "chat": True})
     assert [record.outcome for record in result.records] == ["completed", "http_500", *["completed"] * 3]
 
 
-def test_turns_of_token_ids_follow_the_server_s():
-    async def play(performance: Performance) -> None:
-        await performance.head()
-        await performance.token("a", token_ids=[7])
-        await performance.token("b", "length", token_ids=[8, 9])
-        await performance.usage(len(performance.body["prompt"]), 3)
-        await performance.done()
+def test_turns_of_token_ids_continue_the_returned_ids():
+    async def play(generation: Generation) -> None:
+        await generation.head()
+        await generation.token("a", token_ids=[7])
+        await generation.token("b", "length", token_ids=[8, 9])
+        await generation.usage(len(generation.body["prompt"]), 3)
+        await generation.done()
 
     with scripted_llm(play, model={"owned_by": "windlass", "max_model_len": 100}) as llm:
         result = run(llm, count=1, workload={"turns": 2}, vocab_size=1000)
@@ -204,8 +203,8 @@ def test_turns_of_token_ids_follow_the_server_s():
 
 
 @pytest.mark.parametrize("tokenizes", [True, False])
-def test_chats_end_before_their_template_outgrows_the_server(tokenizes):
-    """Whether the server tells beforehand what its template adds to a turn, or only its answers do."""
+def test_chats_end_before_the_template_exceeds_the_limit(tokenizes):
+    """Overhead of the template per turn: from the tokenizer, otherwise from the usage of responses."""
 
     def counted(messages) -> int:
         return sum(len(message["content"].split()) + 4 for message in messages) + 3
@@ -217,12 +216,12 @@ def test_chats_end_before_their_template_outgrows_the_server(tokenizes):
         else:
             await answer({"tokens": [1] * counted(body["messages"])})(exchange)
 
-    async def play(performance: Performance) -> None:
-        body = performance.body
-        await performance.head()
-        await performance.token(" ".join(["one"] * body["max_tokens"]), "length")
-        await performance.usage(counted(body["messages"]), body["max_tokens"])
-        await performance.done()
+    async def play(generation: Generation) -> None:
+        body = generation.body
+        await generation.head()
+        await generation.token(" ".join(["one"] * body["max_tokens"]), "length")
+        await generation.usage(counted(body["messages"]), body["max_tokens"])
+        await generation.done()
 
     others = {"/tokenize": counts} if tokenizes else {}
     with scripted_llm(play, model={"max_model_len": 200}, others=others) as llm:
@@ -233,47 +232,46 @@ def test_chats_end_before_their_template_outgrows_the_server(tokenizes):
     assert result.settings["prompts"] == ("text of known length" if tokenizes else "text")
 
 
-def test_a_server_that_hides_its_token_ids_ends_a_run_of_turns():
+def test_turns_of_token_ids_need_returned_ids():
     with (
-        scripted_llm(asked(), model={"owned_by": "windlass", "max_model_len": 100}) as llm,
+        scripted_llm(full_stream, model={"owned_by": "windlass", "max_model_len": 100}) as llm,
         pytest.raises(LoadTestError, match="--text-prompts"),
     ):
         run(llm, count=1, workload={"turns": 2}, vocab_size=1000)
 
 
-def test_a_trace_is_replayed():
+def test_trace_is_replayed():
     trace = [TraceEntry(line=1, max_tokens=2, prompt="hello"), TraceEntry(line=2, max_tokens=3, prompt=(4, 5))]
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         result = run(llm, count=2, workload={"trace": trace}, schedule=Replay([0.0, 0.1]), concurrency=None)
     assert [(body["prompt"], body["max_tokens"]) for body in llm.bodies] == [("hello", 2), ([4, 5], 3)]
     one, two = result.records
     assert (one.intended, two.intended) == (0.0, 0.1)
-    assert llm.performances[1].arrived >= result.generator["monotonic_start"] + 0.0999
+    assert llm.generations[1].arrived >= result.generator["monotonic_start"] + 0.0999
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------
-def test_key_and_headers_go_with_every_request():
-    with scripted_llm(asked()) as llm:
+def test_key_and_headers_are_sent_with_every_request():
+    with scripted_llm(full_stream) as llm:
         run(llm, count=1, target={"api_key": "secret", "headers": {"X-Test": "1"}})
-    assert len(llm.server.requests) >= 4
-    for request in llm.server.requests:
+    assert len(llm.requests) >= 4
+    for request in llm.requests:
         assert request.headers["authorization"] == "Bearer secret" and request.headers["x-test"] == "1"
-    assert llm.performances[0].exchange.request.headers["content-type"] == "application/json"
+    assert llm.generations[0].request.headers["content-type"] == "application/json"
 
 
-def test_the_address_may_end_in_v1_and_hold_a_path():
-    with scripted_llm(asked()) as llm:
+def test_url_may_end_in_v1():
+    with scripted_llm(full_stream) as llm:
         run(llm, count=1, target={})
         result = measure(
             LoadPlan(target=Target(url=llm.url + "/v1/"), workload=WorkloadSpec(**SHORT), count=1, concurrency=1)
         )
     assert len(result.completed) == 1
-    with pytest.raises(LoadTestError, match="should look like"):
+    with pytest.raises(LoadTestError, match="invalid URL"):
         Target(url="localhost:8000")
 
 
-def test_a_server_given_by_name_is_looked_up_once():
-    with scripted_llm(asked()) as llm:
+def test_server_name_is_resolved_once():
+    with scripted_llm(full_stream) as llm:
         url = llm.url.replace("127.0.0.1", "localhost")
         looked_up = []
 
@@ -292,84 +290,83 @@ def test_a_server_given_by_name_is_looked_up_once():
 
         result = asyncio.run(counted())
     assert len(result.completed) == 6
-    # By httpx (which looks up by itself at each connection) and once for the load.
+    # Once by httpx for its connection, and once for the load.
     assert looked_up.count("localhost") <= 2
 
 
-def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
+def test_connections_are_reused_unless_idle_for_long(monkeypatch):
     monkeypatch.setattr(timed_requests, "KEEP_ALIVE_PROOF_SECONDS", 0.0)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         run(llm, count=5)
-        assert llm.server.connections == 2  # control and load
+        assert llm.connections == 2  # control and load
         monkeypatch.setattr(timed_requests, "MAX_IDLE_SECONDS", 0.0)
         run(llm, count=5)
-        assert llm.server.connections == 2 + 6
+        assert llm.connections == 2 + 6
 
 
-def test_connections_are_used_again_once_one_has_stayed_open():
+def test_connections_are_reused_once_one_has_stayed_open():
     with scripted_llm(stream(0.03, 0.03)) as llm:
         result = run(llm, count=12)
-    # Those of the first 0.1 s are kept apart; then the last of them takes all further requests.
-    assert len(result.completed) == 12 and 3 <= llm.server.connections <= 1 + 5
+    # Connections of the first 0.1 s are not reused; then the last of them carries all further requests.
+    assert len(result.completed) == 12 and 3 <= llm.connections <= 1 + 5
 
 
 @pytest.mark.parametrize("late", [0.0, 0.002])
-def test_a_server_that_closes_after_each_stream_gets_each_request_once(late):
-    """As llama.cpp's does, whose headers promise to keep the connection."""
+def test_closing_server_receives_each_request_once(late):
+    """llama.cpp does so, although its headers keep the connection open."""
 
-    async def closes(performance: Performance) -> None:
-        await asked()(performance)
+    async def closes(generation: Generation) -> None:
+        await full_stream(generation)
         await asyncio.sleep(late)
-        performance.exchange.writer.close()
+        generation.writer.close()
 
     with scripted_llm(closes) as llm:
         result = run(llm, count=40, concurrency=4)
-    assert len(result.completed) == len(llm.performances) == 40 and not result.errors
-    assert llm.server.connections == 1 + 40
+    assert len(result.completed) == len(llm.generations) == 40 and not result.errors
+    assert llm.connections == 1 + 40
 
 
-def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request(monkeypatch):
+def test_closed_reused_connection_fails_one_request(monkeypatch):
     monkeypatch.setattr(timed_requests, "KEEP_ALIVE_PROOF_SECONDS", 0.0)
     seen = []
 
-    async def hangs_up(performance: Performance) -> None:
-        seen.append(performance)
+    async def hangs_up(generation: Generation) -> None:
+        seen.append(generation)
         if len(seen) == 3:
-            performance.exchange.writer.close()
+            generation.writer.close()
             return
-        await asked()(performance)
+        await full_stream(generation)
 
     with scripted_llm(hangs_up) as llm:
         result = run(llm, count=8)
-    assert result.errors == {"connection": 1} and len(llm.performances) == 8
-    assert llm.server.connections == 2 + 5  # the others are not used again
+    assert result.errors == {"connection": 1} and len(llm.generations) == 8
+    assert llm.connections == 2 + 5  # the others are not reused
 
 
-def test_clients_of_a_server_that_is_gone_pause_between_their_tries(monkeypatch):
+def test_clients_back_off_from_an_absent_server(monkeypatch):
     async def refused(pool):
         raise ConnectionRefusedError(111, "nobody listens")
 
     monkeypatch.setattr(timed_requests.Pool, "_connect", refused)
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         paused = run(llm, count=None, duration_s=0.35, concurrency=2)
-        bounded = run(llm, count=500, concurrency=2)  # ends by itself, and soon
-    # Each tries at 0, after 0.1 s, after 0.3 s and perhaps at the very end, later where the machine is slow.
+        bounded = run(llm, count=500, concurrency=2)  # ends soon by itself
+    # Each client tries at 0, after 0.1 s, after 0.3 s and perhaps at the end, later on a slow machine.
     assert 2 <= paused.errors["connection"] <= 8
     assert bounded.errors == {"connection": 500}
 
 
-def test_ignore_eos_goes_only_where_it_is_known_to_be_taken():
+def test_ignore_eos_is_sent_to_known_servers():
     for owner, choice, sent in (
         ("tests", None, False), ("vllm", None, True), ("tests", True, True), ("vllm", False, False)
     ):  # fmt: skip
-        with scripted_llm(asked(), model={"owned_by": owner}) as llm:
+        with scripted_llm(full_stream, model={"owned_by": owner}) as llm:
             run(llm, count=1, workload={"ignore_eos": choice})
         assert ("ignore_eos" in llm.bodies[0]) is sent, owner
 
 
-# ---- prompts by what the server tells --------------------------------------------------------------------------------
 def tokenizer(offsets: bool):
-    """Words are tokens, with a number of their own; specials are 0 to 9."""
+    """Each word is a token with a number of its own; special tokens are 0 to 9."""
 
     async def script(exchange) -> None:
         body = exchange.request.json
@@ -386,20 +383,20 @@ def tokenizer(offsets: bool):
     return script
 
 
-def test_token_ids_are_those_of_ordinary_words():
-    with scripted_llm(asked(), others={"/tokenize": tokenizer(True)}) as llm:
+def test_token_ids_of_ordinary_words():
+    with scripted_llm(full_stream, others={"/tokenize": tokenizer(True)}) as llm:
         result = run(llm, count=2, workload={"input_len": Lengths.fixed(500)})
     assert result.settings["prompts"] == "token ids"
     for body in llm.bodies:
         assert len(body["prompt"]) == 500 and min(body["prompt"]) > 10 and len(set(body["prompt"])) > 20
 
 
-def test_token_ids_of_a_server_with_llama_cpp_s_names():
+def test_token_ids_with_llama_cpp_names():
     async def script(exchange) -> None:
         words = exchange.request.json.get("content", "").split()
         await answer({"tokens": [100 + len(word) for word in words]})(exchange)
 
-    with scripted_llm(asked(), model={"owned_by": "llamacpp"}, others={"/tokenize": script}) as llm:
+    with scripted_llm(full_stream, model={"owned_by": "llamacpp"}, others={"/tokenize": script}) as llm:
         result = run(llm, count=1, workload={"input_len": Lengths.fixed(50)})
     (body,) = llm.bodies
     assert result.settings["prompts"] == "token ids" and body["ignore_eos"] is True
@@ -407,8 +404,8 @@ def test_token_ids_of_a_server_with_llama_cpp_s_names():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_text_has_the_exact_length_where_the_server_tokenizes(chat):
-    with scripted_llm(asked(), others={"/tokenize": tokenizer(True)}) as llm:
+def test_text_lengths_are_exact_with_token_offsets(chat):
+    with scripted_llm(full_stream, others={"/tokenize": tokenizer(True)}) as llm:
         result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40), "chat": chat})
     (body,) = llm.bodies
     text = body["messages"][0]["content"] if chat else body["prompt"]
@@ -418,7 +415,7 @@ def test_text_has_the_exact_length_where_the_server_tokenizes(chat):
 
 
 def words_of(text: str) -> list[str]:
-    """Tokens as others' tokenizers have them: a word with the space before it."""
+    """Tokens of other tokenizers: a word with the space before it."""
     return [word if number == 0 else " " + word for number, word in enumerate(text.split(" "))]
 
 
@@ -428,13 +425,13 @@ async def vllm_tokenizer(exchange) -> None:
     pieces = words_of(body["prompt"] if whole else "<s> <user> " + body["messages"][0]["content"] + " <assistant>")
     if whole and body.get("add_special_tokens") is not False:
         pieces = ["<s>", *pieces]
-    told = [piece.replace(" ", "Ġ") for piece in pieces] if body.get("return_token_strs") else None
+    texts = [piece.replace(" ", "Ġ") for piece in pieces] if body.get("return_token_strs") else None
     tokens = list(range(10, 10 + len(pieces)))
-    await answer({"count": len(pieces), "max_model_len": 512, "tokens": tokens, "token_strs": told})(exchange)
+    await answer({"count": len(pieces), "max_model_len": 512, "tokens": tokens, "token_strs": texts})(exchange)
 
 
 async def llama_cpp_tokenizer(exchange) -> None:
-    """Knows names of its own only: with others there are no tokens."""
+    """Supports its own field names only: with others there are no tokens."""
     body = exchange.request.json
     pieces = words_of(" " + body["content"]) if "content" in body else []
     pieces = [piece for piece in pieces if piece.strip()]
@@ -451,11 +448,11 @@ async def llama_cpp_counter(exchange) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
-def test_text_has_the_exact_length_where_the_server_tells_the_texts_of_tokens(owner, chat):
+def test_text_lengths_are_exact_with_token_texts(owner, chat):
     others = {"/tokenize": vllm_tokenizer}
     if owner == "llamacpp":
         others = {"/tokenize": llama_cpp_tokenizer, "/v1/chat/completions/input_tokens": llama_cpp_counter}
-    with scripted_llm(asked(), model={"owned_by": owner}, others=others) as llm:
+    with scripted_llm(full_stream, model={"owned_by": owner}, others=others) as llm:
         result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40), "chat": chat})
     (body,) = llm.bodies
     text = body["messages"][0]["content"] if chat else body["prompt"]
@@ -463,33 +460,32 @@ def test_text_has_the_exact_length_where_the_server_tells_the_texts_of_tokens(ow
     assert result.settings["prompts"] == "text of known length"
 
 
-def test_texts_of_tokens_that_make_another_text_are_not_trusted():
+def test_inconsistent_token_texts_are_ignored():
     async def lowered(exchange) -> None:
         words = exchange.request.json["prompt"].split(" ")
         await answer({"tokens": [7] * len(words), "token_strs": [f"[{word}]" for word in words]})(exchange)
 
-    with scripted_llm(asked(), others={"/tokenize": lowered}) as llm:
+    with scripted_llm(full_stream, others={"/tokenize": lowered}) as llm:
         result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40)})
     assert result.settings["prompts"] == "text"
 
 
-def test_without_a_tokenizer_prompts_are_text_of_about_that_length():
-    with scripted_llm(asked(), others={"/tokenize": tokenizer(False)}) as llm:
+def test_text_lengths_are_approximate_without_a_tokenizer():
+    with scripted_llm(full_stream, others={"/tokenize": tokenizer(False)}) as llm:
         result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40)})
     assert result.settings["prompts"] == "text" and len(llm.bodies[0]["prompt"].split()) == 41
 
 
-# ---- what the server is ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
-def test_a_scaling_that_the_server_would_ignore_is_refused(owner):
+def test_scaling_that_the_server_ignores_is_refused(owner):
     traced = TraceEntry(line=1, max_tokens=2, prompt="hello", rope_scaling=None, has_scaling=True)
     for workload in ({"scalings": [WeightedScaling({"rope_type": "yarn", "factor": 4})]}, {"trace": [traced]}):
         with (
-            scripted_llm(asked(), model={"owned_by": owner}) as llm,
+            scripted_llm(full_stream, model={"owned_by": owner}) as llm,
             pytest.raises(LoadTestError, match=f"{owner}.*would ignore it"),
         ):
             run(llm, workload=workload)
-        assert not llm.performances
+        assert not llm.generations
 
 
 @pytest.mark.parametrize(
@@ -501,21 +497,20 @@ def test_a_scaling_that_the_server_would_ignore_is_refused(owner):
         ({}, None),
     ],
 )
-def test_the_server_s_version_is_told(others, version):
-    with scripted_llm(asked(), others=others) as llm:
+def test_server_version(others, version):
+    with scripted_llm(full_stream, others=others) as llm:
         assert run(llm, count=1).server["version"] == version
 
 
-def test_what_a_server_tells_anew_each_time_is_not_kept():
+def test_volatile_model_fields_are_omitted():
     entry = {"created": 1795306709, "permission": [{"id": "modelperm-832ee5cb51cd62b7"}], "root": "/models/demo"}
-    with scripted_llm(asked(), model=entry) as llm:
+    with scripted_llm(full_stream, model=entry) as llm:
         server = run(llm, count=1).server
     assert server["root"] == "/models/demo" and server["owned_by"] == "tests"
     assert not {"created", "permission"} & set(server)
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
-def test_metrics_are_scraped_before_and_after():
+def test_metric_changes_of_a_run():
     texts = iter(
         "# TYPE x_hits counter\n"
         f'x_hits_total{{kind="a"}} {hits}\nx_hits_total{{kind="b"}} 1\n'
@@ -530,7 +525,7 @@ def test_metrics_are_scraped_before_and_after():
     async def metrics(exchange) -> None:
         await answer(next(texts).encode(), content_type="text/plain")(exchange)
 
-    with scripted_llm(asked(), others={"/metrics": metrics}) as llm:
+    with scripted_llm(full_stream, others={"/metrics": metrics}) as llm:
         result = run(llm)
     assert result.server_metrics == {
         "x_hits_total": 7,
@@ -541,35 +536,35 @@ def test_metrics_are_scraped_before_and_after():
     }
 
 
-def test_counters_of_a_server_that_was_started_anew_begin_anew():
+def test_counters_of_a_restarted_server():
     before = "# TYPE a counter\na_total 100\n# TYPE b counter\nb_total 3\n# TYPE g gauge\ng 9\n"
     after = "# TYPE a counter\na_total 5\n# TYPE b counter\nb_total 4\n# TYPE g gauge\ng 2\n"
     assert metric_changes(before, after) == {"a_total": 5, "b_total": 1, "g": 2}
 
 
-def test_no_metrics_and_unreadable_metrics_are_fine():
+def test_missing_and_unreadable_metrics():
     for others in ({}, {"/metrics": answer(b"what{", content_type="text/plain")}):
-        with scripted_llm(asked(), others=others) as llm:
+        with scripted_llm(full_stream, others=others) as llm:
             assert run(llm).server_metrics == {}
 
 
-def test_progress_is_told_from_the_beginning_to_the_end():
+def test_progress_is_reported():
     seen = []
 
     def progress(snapshot) -> None:
         seen.append((snapshot.phase, snapshot.total, snapshot.ended, snapshot.running))
 
-    async def until_told(performance: Performance) -> None:
+    async def until_told(generation: Generation) -> None:
         while ("running", 2, 0, 2) not in seen:
             await asyncio.sleep(0.005)
-        await asked()(performance)
+        await full_stream(generation)
 
     with scripted_llm(until_told) as llm:
         result = measure(plan(llm, count=2, concurrency=2, timeout_s=60), progress)
     assert len(result.completed) == 2 and seen[0][0] == "preparing"
 
 
-def test_the_offered_rate_counts_what_this_run_was_to_send():
+def test_offered_rate_covers_the_requests_of_the_run():
     trace = [TraceEntry(line=line, max_tokens=1, prompt="a") for line in range(1, 7)]
     times = Replay([0.0, 0.1, 0.2, 60.0, 60.001, 60.002])
     options = {"workload": {"trace": trace}, "schedule": times, "concurrency": None}
@@ -577,12 +572,12 @@ def test_the_offered_rate_counts_what_this_run_was_to_send():
     async def stopped():
         stop = asyncio.Event()
         task = asyncio.ensure_future(run_load(plan(llm, **options, count=6), stop=stop))
-        while len(llm.performances) < 9:
+        while len(llm.generations) < 9:
             await asyncio.sleep(0.01)
         stop.set()
         return await task
 
-    with scripted_llm(asked()) as llm:
+    with scripted_llm(full_stream) as llm:
         results = [
             run(llm, **options, count=3),
             run(llm, **options, count=None, duration_s=0.9),
@@ -592,30 +587,29 @@ def test_the_offered_rate_counts_what_this_run_was_to_send():
     assert [result.offered_rate for result in results] == pytest.approx([10.0] * 3)
 
 
-def test_a_stopped_run_keeps_what_came_before():
+def test_stopped_run_has_its_earlier_records():
     async def stopped():
         stop = asyncio.Event()
         task = asyncio.ensure_future(run_load(plan(llm, count=5, concurrency=2), stop=stop))
-        while len(llm.performances) < 4:
+        while len(llm.generations) < 4:
             await asyncio.sleep(0.005)
         stop.set()
         return await asyncio.wait_for(task, 5)
 
-    async def hangs(performance: Performance) -> None:
-        await performance.head()
-        await performance.token()
-        await performance.wait_gone()
+    async def hangs(generation: Generation) -> None:
+        await generation.head()
+        await generation.token()
+        await generation.wait_disconnect()
 
-    with scripted_llm(asked(), asked(), hangs) as llm:
+    with scripted_llm(full_stream, full_stream, hangs) as llm:
         result = asyncio.run(stopped())
     assert result.interrupted and len(result.completed) == 2
     assert result.abandoned == {"interrupted": 2} and result.summary()["failed"] == 0
     assert result.duration_s > 0
 
 
-# ---- the generator's own limits --------------------------------------------------------------------------------------
-def test_a_generator_with_time_to_spare_is_no_limit():
-    for _ in range(3):  # on a machine with other work one of these has to be idle
+def test_idle_generator_is_not_the_limit():
+    for _ in range(3):  # on a busy machine, at least one of these should be idle
         with scripted_llm(stream(0.05, 0.05, 0.05)) as llm:
             generator = run(llm, count=2).generator
         if generator["busy_share"] < 0.7 and generator["cpu_share"] < 0.7:
@@ -623,24 +617,24 @@ def test_a_generator_with_time_to_spare_is_no_limit():
     else:
         raise AssertionError(generator)
     assert generator["chunks_per_second"] > 0
-    if generator["loop_lag_ms"]["p99"] < 25:  # else this very machine is the limit, and it says so
+    if generator["loop_lag_ms"]["p99"] < 25:  # otherwise this machine is the limit
         assert generator["limited"] is False and generator["reasons"] == []
 
 
-def test_a_generator_that_is_kept_from_working_says_so():
+def test_blocked_generator_is_reported_as_the_limit():
     def hog(snapshot) -> None:
-        time.sleep(0.5)  # as long as the loop is in here nothing is read
+        time.sleep(0.5)  # blocks the event loop
 
     with scripted_llm(stream(*[0.05] * 10)) as llm, asyncio.Runner(loop_factory=MeasuredLoop) as runner:
         generator = runner.run(run_load(plan(llm, count=2), progress=hog)).generator
     assert generator["limited"] is True and "late" in generator["reasons"][0]
 
 
-def test_a_generator_that_has_no_time_left_says_so():
-    """A load that it could not take faster: every chunk costs it what a slow machine would need."""
+def test_busy_generator_is_reported_as_the_limit():
+    """Each chunk costs the generator as much time as on a slow machine."""
     from windlass.clients.loadtest.timed_requests import TimedResponse
 
-    original = TimedResponse.data
+    original = TimedResponse.on_data
 
     def slow(self, data, when):
         end = time.monotonic() + 0.004 * data.count(b"data:")
@@ -648,9 +642,9 @@ def test_a_generator_that_has_no_time_left_says_so():
             pass
         original(self, data, when)
 
-    TimedResponse.data = slow
+    TimedResponse.on_data = slow
     try:
-        for _ in range(3):  # on a machine with other work the server itself may be what is slow
+        for _ in range(3):  # on a busy machine the server may be slow
             with scripted_llm(stream(*[0.001] * 50)) as llm:
                 generator = run(llm, count=6, concurrency=6).generator
             if generator["limited"] is True and generator["busy_share"] > 0.9:
@@ -658,7 +652,7 @@ def test_a_generator_that_has_no_time_left_says_so():
         else:
             raise AssertionError(generator)
     finally:
-        TimedResponse.data = original
+        TimedResponse.on_data = original
 
 
 @pytest.mark.parametrize(
@@ -676,6 +670,6 @@ def test_a_generator_that_has_no_time_left_says_so():
         {"slo": {"ttft": float("inf")}},
     ],
 )
-def test_what_makes_no_run_is_refused(options):
+def test_invalid_plans_are_refused(options):
     with pytest.raises(LoadTestError):
         LoadPlan(target=Target(url="http://x"), workload=WorkloadSpec(), **{"count": 1, **options})

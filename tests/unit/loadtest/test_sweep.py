@@ -1,4 +1,4 @@
-"""The search for the highest rate, over servers whose limit is known."""
+"""Search for the highest rate on simulated servers of known capacity."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import math
 from random import Random
 
 import pytest
-from helpers.scripted_llm import scripted_llm, stream
+from helpers.scripted_http import scripted_llm, stream
 from rich.console import Console
 
 from windlass.clients.loadtest import runner
 from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
-from windlass.clients.loadtest.results import RequestRecord, RunResult
+from windlass.clients.loadtest.results import RequestRecord, RunResult, write_csv, write_json
 from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate, judge_run, write_csv, write_sweep
+from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate, judge_run
 from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
 from windlass.clients.loadtest.workload import Vocabulary, Workload
@@ -27,7 +27,7 @@ SLO = {"ttft": 100.0}
 
 
 def result(rate: float, good: int = 100, bad: int = 0, outcome: str = "completed", **fields) -> RunResult:
-    """A run of so many requests inside the SLO and so many that are not, at times that keep up with the rate."""
+    """A run with `good` requests within the SLO and `bad` ones, which keep up with the rate."""
     records = [
         RequestRecord(
             index=n,
@@ -46,7 +46,7 @@ def result(rate: float, good: int = 100, bad: int = 0, outcome: str = "completed
 
 
 class Server:
-    """Meets the SLOs up to `capacity` requests per second."""
+    """A server that meets the SLOs up to `capacity` requests per second."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
@@ -61,7 +61,7 @@ class Server:
 
 
 class Queue:
-    """Answers one request after the other, each for 1/`capacity` seconds, and is as slow besides as its latency says."""
+    """A server that handles one request after the other in 1/`capacity` seconds each, and adds a latency."""
 
     def __init__(self, capacity: float, latency: float = 0.01, count: int = 32, most_seconds: float = math.inf) -> None:
         self.capacity, self.latency, self.count, self.most_seconds = capacity, latency, count, most_seconds
@@ -84,7 +84,7 @@ def search(run, slo=SLO, **fields):
 
 
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 7.3, 100.0])
-def test_the_highest_rate_is_found_within_the_precision(capacity):
+def test_highest_rate_is_found_within_the_precision(capacity):
     server = Server(capacity)
     found = search(server.run, max_runs=40)
     assert found.ended == "found"
@@ -94,7 +94,7 @@ def test_the_highest_rate_is_found_within_the_precision(capacity):
         assert server.rates[:3] == [1, 2, 4]  # doubling first
 
 
-def test_the_number_of_runs_is_bounded_and_the_best_so_far_counts():
+def test_number_of_runs_is_limited():
     server = Server(7.3)
     found = search(server.run, max_runs=5)
     assert server.rates == [1, 2, 4, 8, 6] and found.highest_rate == 6 and found.ended == "runs"
@@ -103,7 +103,7 @@ def test_the_number_of_runs_is_bounded_and_the_best_so_far_counts():
     assert search(Server(1e9).run, max_runs=4).highest_rate == 8
 
 
-def test_a_server_that_stops_answering_ends_the_search():
+def test_absent_server_ends_the_search():
     async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate) if number < 2 else result(rate, good=0, bad=10, outcome="connection")
 
@@ -111,7 +111,7 @@ def test_a_server_that_stops_answering_ends_the_search():
     assert (found.ended, found.highest_rate, len(found.runs)) == ("failed", 2, 3)
 
 
-def test_a_server_that_refuses_too_much_has_only_missed_the_slo():
+def test_refused_requests_miss_the_slo():
     async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate) if rate <= 3 else result(rate, good=0, bad=10, outcome="http_429")
 
@@ -119,7 +119,7 @@ def test_a_server_that_refuses_too_much_has_only_missed_the_slo():
     assert found.ended == "found" and 2.85 < found.highest_rate <= 3
 
 
-def test_an_interrupted_run_ends_the_search_and_proves_nothing():
+def test_interrupted_run_ends_the_search():
     async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate, interrupted=number == 2)
 
@@ -127,8 +127,8 @@ def test_an_interrupted_run_ends_the_search_and_proves_nothing():
     assert found.interrupted and found.highest_rate == 2 and len(found.runs) == 3
 
 
-def test_an_interrupted_run_claims_no_rate_and_gets_no_verdict():
-    """The server answered the first ten of a hundred; ctrl-C ended the other ninety at once."""
+def test_interrupted_run_gets_no_verdict():
+    """The server completed the first ten of a hundred; ctrl-C interrupted the other ninety."""
     answered = result(10.0, good=10).records
     cut = [
         RequestRecord(index=n, intended=n / 10, sent=n / 10, ended=10.0, outcome="interrupted") for n in range(10, 100)
@@ -141,7 +141,7 @@ def test_an_interrupted_run_claims_no_rate_and_gets_no_verdict():
     assert dataclasses.replace(run, records=left).achieved_rate == pytest.approx(10.0)
 
 
-def test_a_rate_that_the_generator_could_not_send_ends_the_search():
+def test_unsent_requests_end_the_search():
     async def run(rate: float, number: int, seconds: float) -> RunResult:
         count = max(100, math.ceil(rate * seconds))
         return result(rate, count) if number < 2 else result(rate, count, bad=5, outcome="unsent")
@@ -155,7 +155,7 @@ def test_a_rate_that_the_generator_could_not_send_ends_the_search():
 
 
 @pytest.mark.parametrize(("count", "seconds", "sent"), [(100, 60.0, 250), (100, None, 250), (None, 60.0, None)])
-def test_a_run_sends_as_much_as_its_rate_needs_whatever_bounds_it(count, seconds, sent, monkeypatch):
+def test_run_sends_as_many_requests_as_its_rate_needs(count, seconds, sent, monkeypatch):
     plans = []
 
     async def run_load(plan, **options):
@@ -164,21 +164,17 @@ def test_a_run_sends_as_much_as_its_rate_needs_whatever_bounds_it(count, seconds
 
     monkeypatch.setattr(runner, "run_load", run_load)
     spec = WorkloadSpec()
-    plan = LoadPlan(target=Target(url="http://x"), workload=spec, count=count, duration_s=seconds, slo=SLO)
+    target, schedule = Target(url="http://x"), Arrivals(1.0, 0.5)
+    plan = LoadPlan(target=target, workload=spec, schedule=schedule, count=count, duration_s=seconds, slo=SLO)
     vocabulary = Vocabulary(pieces=[b"1"], ids=True, exact=True)
-    asyncio.run(
-        sweep_load(
-            plan,
-            SweepSpec(start=50.0, max_runs=1, min_seconds=5.0),
-            Arrivals,
-            workload=Workload(spec, model="m", vocabulary=vocabulary),
-            server=KnownServer(model="m"),
-        )
-    )
-    assert [(plan.count, plan.duration_s) for plan in plans] == [(sent, seconds)]
+    workload = Workload(spec, server=KnownServer(model="m"), vocabulary=vocabulary)
+    asyncio.run(sweep_load(plan, SweepSpec(start=50.0, max_runs=1, min_seconds=5.0), workload))
+    assert [(plan.count, plan.duration_s, plan.schedule) for plan in plans] == [(sent, seconds, Arrivals(50.0, 0.5))]
+    with pytest.raises(LoadTestError, match="arrivals"):
+        asyncio.run(sweep_load(dataclasses.replace(plan, schedule=None), SweepSpec(), workload))
 
 
-def test_a_run_that_cannot_begin():
+def test_run_that_cannot_start():
     async def first(rate: float, number: int, seconds: float) -> RunResult:
         raise LoadTestError("no server")
 
@@ -194,24 +190,24 @@ def test_a_run_that_cannot_begin():
     assert (found.ended, found.highest_rate) == ("failed", 1)
 
 
-def test_failures_miss_the_slo_and_clients_that_left_do_not_count():
-    assert attainment(result(1.0, good=3, bad=1, outcome="http_500")) == 0.75
-    assert attainment(result(1.0, good=3, bad=1, outcome="disconnected")) == 1.0
-    assert attainment(result(1.0, good=0)) == 0.0
+def test_attainment_counts_failures_and_not_disconnects():
+    assert result(1.0, good=3, bad=1, outcome="http_500").attainment == 0.75
+    assert result(1.0, good=3, bad=1, outcome="disconnected").attainment == 1.0
+    assert result(1.0, good=0).attainment == 0.0
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"start": 0.0}, {"start": math.inf}, {"share": 0.0}, {"share": 1.1}, {"max_runs": 0}, {"min_seconds": 0.0}],
 )
-def test_what_makes_no_sweep_is_refused(fields):
+def test_invalid_sweep_specs_are_refused(fields):
     with pytest.raises(LoadTestError):
         SweepSpec(**fields)
 
 
 @pytest.mark.parametrize(("capacity", "latency"), [(20.0, 0.01), (20.0, 1.5), (3.0, 4.0)])
-def test_a_rate_counts_only_where_the_server_keeps_up_with_it(capacity, latency):
-    """The SLO is wide: 32 requests at once are answered in time, whatever the rate they were sent at."""
+def test_rate_counts_only_if_the_server_keeps_up(capacity, latency):
+    """With a high SLO, 32 requests at once meet it at any rate."""
     found = search(Queue(capacity, latency).run, max_runs=20)
     assert found.ended == "found" and 0.8 * capacity < found.highest_rate < 1.06 * capacity
     at = {judged.offered: judged for judged in found.judgements}
@@ -222,32 +218,32 @@ def test_a_rate_counts_only_where_the_server_keeps_up_with_it(capacity, latency)
     assert "achieved, the server falls behind" in behind[0].line()
 
 
-def test_runs_send_for_as_long_as_their_answers_need():
+def test_runs_last_as_long_as_their_latencies_require():
     server = Queue(1000.0, latency=2.0)
     found = search(server.run, start=8.0, max_runs=3)
-    assert [rate for rate, _ in server.sent] == [8, 8, 16]  # 5 s are too short beside answers of 2 s
+    assert [rate for rate, _ in server.sent] == [8, 8, 16]  # 5 s are too short for latencies of 2 s
     assert [judged.verdict for judged in found.judgements] == ["short", "met", "met"]
     assert server.sent[-1][1] >= 16 * 9 and found.highest_rate == 16
 
 
-def test_a_run_that_cannot_be_long_enough_ends_the_search_and_says_what_is_needed():
+def test_run_that_cannot_be_long_enough_ends_the_search():
     found = search(Queue(1000.0, latency=2.0, count=1, most_seconds=5.0).run, start=8.0)
     assert (found.ended, found.highest_rate, len(found.runs)) == ("short", None, 2)
     console = Console(width=200, file=io.StringIO())
     print_sweep(found, console)
     text = console.file.getvalue()
-    assert "no rate kept ttft 100 ms; a longer run is needed to test 8: give --duration 1" in text
-    assert "too short beside these answers" in text
+    assert "no rate met ttft 100 ms; a longer run is needed to test 8: give --duration 1" in text
+    assert "too short for these latencies" in text
 
 
-def test_few_requests_at_an_absurd_rate_prove_nothing():
-    """Thirty-two at once, all in time: 20 a second were done of the 2,048 that were offered."""
+def test_few_requests_at_an_excessive_rate_do_not_meet_it():
+    """Thirty-two at once, all within the SLO: 20 per second were completed of the 2,048 that were offered."""
     run = asyncio.run(Queue(20.0, 0.01).run(2048.0, 0, 0.0))
     judged = judge_run(run, 0.99, 5.0)
     assert judged.attainment == 1.0 and judged.verdict == "behind" and 10 < judged.achieved < 40
 
 
-def test_later_turns_of_a_conversation_are_not_offered_by_the_schedule():
+def test_later_turns_do_not_count_for_the_achieved_rate():
     run = result(10.0, 60)
     later = [
         dataclasses.replace(r, index=100 + r.index, intended=5 * r.intended, ended=9 * r.intended, label="turn 2")
@@ -263,7 +259,7 @@ def test_a_sweep_needs_an_slo():
         search(Server(1).run, slo={})
 
 
-def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path):
+def test_runs_draw_different_prompts_and_files_contain_all_runs(tmp_path):
     spec = WorkloadSpec(input_len=Lengths.fixed(6), output_len=Lengths.fixed(2))
 
     async def sweep(url):
@@ -277,14 +273,12 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
             vocab_size=900,
         )
         async with ControlClient(plan.target) as control:
-            server, workload = await prepare(plan, control)
+            workload = await prepare(plan, control)
         on_run = []
         found = await sweep_load(
             plan,
             SweepSpec(start=20.0, max_runs=2, min_seconds=0.5),
-            Arrivals,
-            workload=workload,
-            server=server,
+            workload,
             on_run=lambda judged, run: on_run.append(judged),
         )
         assert tuple(on_run) == found.judgements
@@ -293,9 +287,9 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
     with scripted_llm(stream(0.001, 0.001)) as llm:
         found = asyncio.run(sweep(llm.url))
     assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies)
-    # At the first rate half a second's worth is sent; the second rate depends on what else the machine does.
+    # The first run sends for half a second. The second rate depends on the load of the machine.
     assert found.runs[0].offered_rate == 20 and len(found.runs[0].records) == 10
-    write_sweep(found, tmp_path / "sweep.json")
+    write_json(found, tmp_path / "sweep.json")
     data = json.loads((tmp_path / "sweep.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
     assert (data["format"], data["slo"]) == ("windlass-bench-sweep/2", {"e2el": 60000})

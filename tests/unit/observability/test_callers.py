@@ -1,14 +1,16 @@
-"""Limits of named callers: rates against a simulation by hand, concurrency, and what a new file changes."""
+"""Limits of callers: rates compared with a simulation, concurrency, reloaded keys, and the budget of body bytes."""
 
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.server.app.auth import Callers
+from windlass.server.app.middleware import UNCOUNTED_BYTES, BodyBudget
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.errors import ApiError
 
@@ -41,7 +43,7 @@ def test_requests_a_minute() -> None:
     callers.admit("bob")
     clock.now += 30
     callers.admit("alice")
-    clock.now += 1000  # no more than a minute's worth is saved up
+    clock.now += 1000  # at most the amount of a minute accumulates
     callers.admit("alice")
     callers.admit("alice")
     with pytest.raises(ApiError):
@@ -50,11 +52,11 @@ def test_requests_a_minute() -> None:
     assert callers.usage["alice"].refused == {"requests_per_minute": 2}
 
 
-def test_answers_are_paid_for_by_waiting() -> None:
+def test_generated_tokens_delay_later_requests() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=600)], clock)
     callers.charge_prompt_tokens("alice", 100)
-    callers.charge_generated_tokens("alice", 700)  # 200 more than there was
+    callers.charge_generated_tokens("alice", 700)  # 200 more than were available
     with pytest.raises(ApiError) as error:
         callers.charge_prompt_tokens("alice", 50)
     assert retry_after(error) == 25
@@ -65,7 +67,7 @@ def test_answers_are_paid_for_by_waiting() -> None:
     callers.charge_prompt_tokens("alice", 50)
 
 
-def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
+def test_a_prompt_over_the_limit_of_a_minute_waits_for_a_full_bucket() -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=100)], clock)
     callers.charge_prompt_tokens("alice", 1000)
@@ -78,9 +80,7 @@ def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
     rate=st.integers(1, 1000),
     events=st.lists(st.tuples(st.floats(0, 100), st.integers(1, 300)), min_size=1, max_size=40),
 )
-def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
-    rate: int, events: list[tuple[float, int]]
-) -> None:
+def test_admission_never_exceeds_the_rate(rate: int, events: list[tuple[float, int]]) -> None:
     clock = Clock()
     callers = Callers([key(tokens_per_minute=rate)], clock)
     let_in = 0.0
@@ -95,7 +95,7 @@ def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
             later.now = clock.now + seconds
             saved = callers._clock
             callers._clock = later
-            callers.charge_prompt_tokens("alice", tokens)  # what it says is true
+            callers.charge_prompt_tokens("alice", tokens)  # the stated waiting time is sufficient
             callers._clock, clock.now = saved, later.now
         let_in += tokens
         assert let_in <= rate + rate * clock.now / 60 + largest + 1e-6
@@ -125,14 +125,14 @@ def test_priorities() -> None:
         callers.priority("alice", 4)
 
 
-def test_who_may_administer() -> None:
+def test_administrators() -> None:
     assert Callers([]).is_admin("")
     callers = Callers([ApiKey.plain("k"), key(), ApiKey(digest="root", name="root", admin=True)])
     assert callers.is_admin(ApiKey.plain("k").digest) and callers.is_admin("root")
     assert not callers.is_admin("alice") and not callers.is_admin("") and not callers.is_admin("gone")
 
 
-def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:
+def test_remaining_callers_keep_their_usage() -> None:
     clock = Clock()
     callers = Callers([key(requests_per_minute=1), key("bob", requests_per_minute=1)], clock)
     callers.admit("alice")
@@ -141,11 +141,63 @@ def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:
         callers.replace([ApiKey(digest="new", name="alice", requests_per_minute=1, concurrency=1, admin=False)])
         assert callers.find("alice") is None and callers.find("bob") is None and callers.find("new") is not None
         with pytest.raises(ApiError):
-            callers.admit("new")  # another key of the same caller, who has had this minute's request
+            callers.admit("new")  # another key of the same caller, whose request of this minute is used
         clock.now += 60
         with pytest.raises(ApiError, match="in progress"):
             callers.admit("new")
     callers.admit("new")
     assert set(callers.usage) == {"alice"} and callers.usage["alice"].requests == 2
     callers.replace([key("bob", requests_per_minute=1)])
-    callers.admit("bob")  # who was away begins anew
+    callers.admit("bob")  # a caller that was removed starts from zero
+
+
+# ---- budget of body bytes ---------------------------------------------------------------------------------------------
+def test_one_caller_may_have_half() -> None:
+    budget = BodyBudget(1000)
+    with ExitStack() as stack:
+        bodies = [stack.enter_context(budget.reserve()) for _ in range(4)]
+        for body, caller in zip(bodies, "aabb", strict=True):
+            body.caller = caller
+        bodies[0].add(UNCOUNTED_BYTES + 400)
+        with pytest.raises(ApiError, match="of your requests in progress may have 500 bytes"):
+            bodies[1].add(UNCOUNTED_BYTES + 101)
+        bodies[2].add(UNCOUNTED_BYTES + 500)
+        with pytest.raises(ApiError, match="of your requests"):
+            bodies[3].add(UNCOUNTED_BYTES + 1)
+        assert budget.reserved_bytes == 900
+    assert budget.reserved_bytes == 0
+
+
+def test_all_callers_share_the_total() -> None:
+    budget = BodyBudget(1000)
+    with ExitStack() as stack:
+        for caller in "abc":
+            body = stack.enter_context(budget.reserve())
+            body.caller = caller
+            body.add(UNCOUNTED_BYTES)
+            body.add(300)
+        body = stack.enter_context(budget.reserve())
+        body.caller = "d"
+        with pytest.raises(ApiError, match="of all requests in progress may have 1000 bytes") as refused:
+            body.add(UNCOUNTED_BYTES + 101)
+        assert refused.value.status == 429 and refused.value.headers["retry-after"] == "1"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 3 * UNCOUNTED_BYTES), max_size=5)), max_size=12)
+)
+def test_the_limit_holds_and_all_bytes_are_released(wanted: list[tuple[str, list[int]]]) -> None:
+    most = 4 * UNCOUNTED_BYTES
+    budget = BodyBudget(most)
+    with ExitStack() as stack:
+        for caller, pieces in wanted:
+            body = stack.enter_context(budget.reserve())
+            body.caller = caller
+            for piece in pieces:
+                try:
+                    body.add(piece)
+                except ApiError:
+                    break
+                assert budget.reserved_bytes <= most
+            assert body.counted <= max(0, body.received - UNCOUNTED_BYTES)
+    assert budget.reserved_bytes == 0

@@ -1,4 +1,4 @@
-"""Of what is wrong in a body only the first is told, so only that is looked for: a body may hold a million wrong items."""
+"""Only the first error of a body is reported, so validation stops there: a body may have a million wrong items."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def models(model: type[StrictModel] = StrictModel) -> Iterator[type[StrictModel]
 
 
 def unbounded(schema: Any, where: str = "", guarded: bool = False) -> Iterator[str]:
-    """Lists and objects of which every wrong item would be told. An object needs a check of its own before its items."""
+    """Lists and objects that would report every wrong item. An object needs a check before its items."""
     if isinstance(schema, list | tuple):
         for each in schema:
             yield from unbounded(each, where, guarded)
@@ -47,11 +47,11 @@ def unbounded(schema: Any, where: str = "", guarded: bool = False) -> Iterator[s
 
 
 @pytest.mark.parametrize("model", sorted(set(models()), key=lambda model: model.__name__))
-def test_no_list_of_a_body_is_searched_for_every_error(model: type[StrictModel]) -> None:
+def test_request_models_stop_at_the_first_error(model: type[StrictModel]) -> None:
     assert list(unbounded(model.__pydantic_core_schema__)) == []
 
 
-def test_the_search_finds_such_lists_and_objects() -> None:
+def test_the_search_finds_lists_and_objects() -> None:
     class Loose(StrictModel):
         texts: list[str]
         numbers: dict[str, int]
@@ -68,7 +68,7 @@ def test_the_search_finds_such_lists_and_objects() -> None:
         (ResponseRequest, {"input": "x", "metadata": {str(i): i for i in range(10_000)}}),
     ],
 )
-def test_one_error_is_made_of_many_wrong_items(model: type[StrictModel], fields: dict[str, Any]) -> None:
+def test_many_wrong_items_give_one_error(model: type[StrictModel], fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields)
     assert caught.value.error_count() == 1

@@ -1,4 +1,4 @@
-"""How many replicas requests and caches ask for, without a cluster."""
+"""Autoscaling by requests and cache use, without a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.server.startup.ray.replica import EngineReplica
 
 @dataclass
 class Context:
-    """The part of Ray's that is read."""
+    """The part of Ray's context that is read."""
 
     current_num_replicas: int
     total_num_requests: float
@@ -35,16 +35,16 @@ class Context:
 @pytest.mark.parametrize(
     ("replicas", "requests", "held", "wanted"),
     [
-        (2, 8.0, None, 2.0),  # as before there are measures
-        (2, 12.0, {"a": 0.1, "b": 0.1}, 3.0),  # requests ask for more than caches
-        (2, 4.0, {"a": 0.8, "b": 0.8}, 2.0),  # caches for more than requests
+        (2, 8.0, None, 2.0),  # without metrics
+        (2, 12.0, {"a": 0.1, "b": 0.1}, 3.0),  # requests need more than caches
+        (2, 4.0, {"a": 0.8, "b": 0.8}, 2.0),  # caches need more than requests
         (2, 4.0, {"a": 1.0, "b": 1.0}, 2.5),
         (3, 3.0, {"a": 0.8, "b": 0.8}, 3.0),  # the third has not reported
-        (2, 0.0, {"a": 0.0, "b": 0.0}, 0.0),  # none: Ray keeps to the bounds
+        (2, 0.0, {"a": 0.0, "b": 0.0}, 0.0),  # Ray applies the bounds
         (0, 0.0, {}, 2.0),
     ],
 )
-def test_the_larger_of_both_is_wanted(
+def test_the_larger_demand_decides(
     replicas: int, requests: float, held: dict[str, float] | None, wanted: float
 ) -> None:
     context: Any = Context(replicas, requests, None if held is None else {replica.CACHE_HELD: held})
@@ -55,21 +55,21 @@ def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupSnapshot:
     return CacheGroupSnapshot(blocks, blocks, 1, None, (held, 0), (0, shared), (idle, 0), (0,))
 
 
-def test_what_is_kept_for_later_is_not_held() -> None:
-    picture = CacheSnapshot(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
-    assert replica.cache_held(picture) == 0.5
+def test_cached_blocks_without_requests_do_not_count() -> None:
+    snapshot = CacheSnapshot(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
+    assert replica.cache_held(snapshot) == 0.5
 
 
-def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_inspected_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
-        looks = 0
+        inspections = 0
 
-        async def inspect(self, question: object) -> CacheSnapshot:
-            assert isinstance(question, CacheQuery)
-            self.looks += 1
-            if self.looks == 2:
-                raise EngineDeadError("it starts again")
-            return CacheSnapshot(32, (group(3, 0, 0, 4 * self.looks),), (), 0.0)
+        async def inspect(self, query: object) -> CacheSnapshot:
+            assert isinstance(query, CacheQuery)
+            self.inspections += 1
+            if self.inspections == 2:
+                raise EngineDeadError("it restarts")
+            return CacheSnapshot(32, (group(3, 0, 0, 4 * self.inspections),), (), 0.0)
 
     one, client, now = EngineReplica.__new__(EngineReplica), Client(), [100.0]
     one._client, one._held, one._next_poll = client, 0.0, 0.0  # type: ignore[assignment]
@@ -78,10 +78,10 @@ def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     def reported() -> float:
         return asyncio.run(one.record_autoscaling_stats())[replica.CACHE_HELD]
 
-    assert reported() == 0.75 and client.looks == 1
+    assert reported() == 0.75 and client.inspections == 1
     now[0] += replica.POLL_SECONDS / 2
-    assert reported() == 0.75 and client.looks == 1
+    assert reported() == 0.75 and client.inspections == 1
     now[0] += replica.POLL_SECONDS / 2
-    assert reported() == 0.75 and client.looks == 2  # the engine was dead
+    assert reported() == 0.75 and client.inspections == 2  # the engine was dead
     now[0] += replica.POLL_SECONDS
-    assert reported() == 0.25 and client.looks == 3
+    assert reported() == 0.25 and client.inspections == 3

@@ -1,4 +1,4 @@
-"""Grammars behind the thinking: which texts the matcher takes, token by token."""
+"""Grammars of an output after thinking, matched token by token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(special: bool) -> Tokenizer:
 
 
 def taken(text: Tokenizer, grammar: str, output: str) -> tuple[int, bool]:
-    """How many tokens of the output the matcher takes, out of all: 0 missing where it takes all; and whether it may end."""
+    """(tokens of the output that the matcher rejects, whether it may end after the output)."""
     matcher = LLMatcher(LLTokenizer(text.backend.to_str(), eos_token=EOS), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = text.encode(output, add_special_tokens=False)
@@ -47,7 +47,7 @@ def taken(text: Tokenizer, grammar: str, output: str) -> tuple[int, bool]:
 @pytest.mark.parametrize(
     "grammar, answer", [(JSON, '{"a": 12}'), (REGEX, "a/b12"), (LARK, "<tool>{ab}3")], ids=["json", "regex", "lark"]
 )
-def test_an_answer_behind_thinking(special: bool, grammar: str, answer: str) -> None:
+def test_an_answer_after_thinking(special: bool, grammar: str, answer: str) -> None:
     text = tokenizer(special)
     model = ThinkingControl("qwen3", text)
     inside = with_thinking_prefix(grammar, model, "inside", (EOS,))
@@ -57,7 +57,7 @@ def test_an_answer_behind_thinking(special: bool, grammar: str, answer: str) -> 
         assert taken(text, before, f"<think>{THOUGHT}</think>{space}{answer}") == (0, True)
         assert taken(text, before, f"{space}{answer}") == (0, True)
     assert taken(text, before, f"\n<think>\n{THOUGHT}\n</think>\n\n{answer}") == (0, True)
-    # The answer is held, thinking alone is none, and neither ends within the other.
+    # The answer must match, thinking alone is not enough, and neither may end inside the other.
     assert taken(text, inside, f"{THOUGHT}</think>\nSure!")[0] > 0
     assert taken(text, before, "Sure!")[0] > 0
     assert taken(text, inside, THOUGHT) == (0, False)
@@ -90,11 +90,11 @@ def test_channels_with_a_label(special: bool) -> None:
     assert taken(text, before, '{"a": 12}') == (0, True)
     assert taken(text, before, f'<|channel>{THOUGHT}<channel|>{{"a": 12}}')[0] > 0
     assert taken(text, before, f"<|channel>thought\n{THOUGHT}\n<channel|>Sure!")[0] > 0
-    if special:  # a call would be out of the grammar's reach
+    if special:  # the grammar could not constrain a call
         assert taken(text, inside, f"{THOUGHT}<|tool_call>")[0] > 0
 
 
-def test_granites_words() -> None:
+def test_markers_of_granite() -> None:
     text = tokenizer(False)
     grammar = with_thinking_prefix(JSON, ThinkingControl("granite", text), "before", (EOS,))
     for output in (
@@ -106,13 +106,13 @@ def test_granites_words() -> None:
 
 
 @pytest.mark.parametrize("parser, phase", [("none", "before"), ("qwen3", "after"), ("gpt_oss", "after")])
-def test_where_nothing_is_thought(parser: str, phase: ThinkingPhase) -> None:
+def test_without_thinking_the_grammar_is_unchanged(parser: str, phase: ThinkingPhase) -> None:
     assert with_thinking_prefix(JSON, ThinkingControl(parser, tokenizer(True)), phase, (EOS,)) is JSON
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4])
 def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
-    """The character is finished first, since the words and the answer behind it could not come otherwise."""
+    """The character is completed first, as the closing words could not follow otherwise."""
     text = demo_tokenizer()
     model = ThinkingControl("granite", text)
     budget = model.budget(tokens, "inside")
@@ -132,4 +132,4 @@ def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
     close = list(budget.close)
     begin = next(at for at in range(len(sample.token_ids)) if sample.token_ids[at : at + len(close)] == close)
     assert tokens <= begin <= tokens + 2
-    b"".join(map(text.token_bytes, sample.token_ids)).decode()  # whole characters
+    b"".join(map(text.token_bytes, sample.token_ids)).decode()  # raises for partial characters

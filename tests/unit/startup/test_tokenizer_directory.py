@@ -1,4 +1,4 @@
-"""The directory that stands for a model without tokenizer.json: made once, made anew with its files, and served from."""
+"""The directory derived for a model without tokenizer.json: created once, renewed with its files, and served from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_tiktoken(directory / "tokenizer.model", TOKENS, config, chat_template="{{ messages }}")
 
 
-def test_made_once_and_anew_with_any_file(model: Path, tmp_path: Path) -> None:
+def test_the_directory_is_recreated_if_any_file_changes(model: Path, tmp_path: Path) -> None:
     made = ensure_tokenizer(model)
     assert made.parent == tmp_path / "cache" / "tokenizers" and ensure_tokenizer(model) == made
     assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()} | {
@@ -48,14 +48,14 @@ def test_a_directory_with_tokenizer_json_is_used_as_it_is(model: Path) -> None:
     assert ensure_tokenizer(model) == model
 
 
-def test_nothing_is_left_of_a_vocabulary_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
+def test_an_unreadable_vocabulary_leaves_no_directory(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.model").write_text("YQ== x\n")
     with pytest.raises(LoadError):
         ensure_tokenizer(model)
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == []
 
 
-def test_where_nothing_can_be_kept(
+def test_without_a_writable_cache(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a file").write_text("")

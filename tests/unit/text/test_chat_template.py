@@ -1,4 +1,4 @@
-"""Chat templates against transformers' own rendering, and against templates that mean harm."""
+"""Chat templates compared with transformers, and malicious templates."""
 
 from __future__ import annotations
 
@@ -164,18 +164,18 @@ def test_same_bytes_as_transformers(name, chat, prompt, options):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_any_conversation_comes_to_what_transformers_makes_of_it(name):
+def test_random_conversations_render_as_in_transformers(name):
     assert same_on_any_conversation(TEMPLATES[name], range(60)) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_templates_of_many_models(request):
-    """Those that llama.cpp has in its source, 70 at this time."""
+    """The templates in llama.cpp's source, about 70."""
     files = sorted(vocabulary_files(Path(request.config.cache.mkdir("gguf-vocabularies"))).glob("*.jinja"))
     rendered = {file.stem: same_on_any_conversation(file.read_text(encoding="utf-8"), range(80)) for file in files}
     assert len(files) > 60 and sum(rendered.values()) > 40 * len(files)
-    # One reads fields that messages of any API lack, the other wants a text that nobody gives.
+    # One reads fields that messages of no API have, the other requires an unusual variable.
     assert [name for name, count in rendered.items() if count < 5] == [
         "CohereForAI-c4ai-command-r-plus-tool_use",
         "fireworks-ai-llama-3-firefunction-v2",
@@ -183,13 +183,13 @@ def test_templates_of_many_models(request):
 
 
 def same_on_any_conversation(source: str, seeds: range) -> int:
-    """How many conversations render, all to the same text as transformers; the others are refused by both."""
+    """Number of conversations that render to the same text as transformers; both refuse the others."""
     template, rendered = ChatTemplate(source, SPECIAL), 0
     own_name = re.search(r"\.reasoning\b|['\"]reasoning['\"]", source) is not None
     for seed in seeds:
         messages, options = conversation(seed)
         given = messages
-        if own_name:  # a template that reads thinking as `reasoning` gets it, by whatever name it came
+        if own_name:  # such a template gets the thinking under this name, whatever its name in the message
             given = [
                 message | {"reasoning": next(message[key] for key in THINKING if key in message)}
                 if any(key in message for key in THINKING)
@@ -207,7 +207,7 @@ def same_on_any_conversation(source: str, seeds: range) -> int:
     return rendered
 
 
-def test_most_pairs_above_really_render():
+def test_most_combinations_render():
     rendered = 0
     for source in TEMPLATES.values():
         for messages in CHATS.values():
@@ -251,7 +251,7 @@ def test_continue_final_message_by_field_and_refusals():
         )
 
 
-def test_errors_are_short_and_say_what_is_wrong():
+def test_errors_are_short_and_specific():
     with pytest.raises(ChatTemplateError, match=r"^System role not supported$"):
         ChatTemplate(GEMMA, SPECIAL).render([{"role": "system", "content": "x"}])
     with pytest.raises(ChatTemplateError, match="does not parse, line 2"):
@@ -268,7 +268,7 @@ def test_errors_are_short_and_say_what_is_wrong():
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
-def test_a_caller_cannot_replace_what_the_server_passes(name):
+def test_reserved_variables_are_refused(name):
     with pytest.raises(ChatTemplateError, match=name):
         ChatTemplate(CHATML).render(CHATS["plain"], variables={name: []})
     assert ChatTemplate("{{ self_ }}{{ x }}").render(CHATS["plain"], variables={"x": 1, "variables": 2}) == "1"

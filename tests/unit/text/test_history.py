@@ -1,7 +1,8 @@
-"""Histories with calls: their order, the forms in which templates want them, and templates that know no calls."""
+"""Histories with calls: their order, their form for templates, and templates without calls."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ USER = {"role": "user", "content": "hi"}
 
 def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
     return prepare_history(
-        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.of(source), "<form>"
+        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.from_source(source), "<form>"
     )
 
 
@@ -70,7 +71,7 @@ def test_arguments_have_the_form_that_the_template_reads(source: str, arguments:
     assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
-def test_content_stays_null_where_the_template_asks_for_that() -> None:
+def test_content_stays_null_if_the_template_tests_for_it() -> None:
     asked = "{% for message in messages %}{% if message.content is not none %}{{ '<' + message.content }}{% endif %}{% endfor %}"
     assert (
         ChatTemplate(asked).render(prepare(asked + "{# tool_calls #}", USER, calling(call()), result())) == "<hi<sunny"
@@ -85,7 +86,7 @@ def test_content_stays_null_where_the_template_asks_for_that() -> None:
 
 
 @pytest.mark.parametrize("test", ["!= 9", "< 9"])
-def test_ids_are_shortened_for_templates_that_take_no_others(test: str) -> None:
+def test_ids_are_shortened_for_templates_that_require_it(test: str) -> None:
     source = f"{{% if call.id|length {test} %}}{{{{ raise_exception('x') }}}}{{% endif %}} tool_calls"
     made, answered = prepare(
         source, calling(call("call_abc"), call("aB3456789")), result("call_abc"), result("aB3456789")
@@ -114,7 +115,9 @@ def test_the_older_form_becomes_calls() -> None:
         ([calling(call()), result(None)], "messages[1].tool_call_id"),
     ],
 )
-def test_calls_and_results_belong_together(messages: list[dict[str, Any]], param: str) -> None:
+def test_calls_without_results_and_results_without_calls_are_refused(
+    messages: list[dict[str, Any]], param: str
+) -> None:
     for source in (OBJECTS, NO_CALLS):
         with pytest.raises(ApiError) as caught:
             prepare(source, *messages)
@@ -122,7 +125,7 @@ def test_calls_and_results_belong_together(messages: list[dict[str, Any]], param
     assert prepare(OBJECTS, calling(call(), call("call_2")), result("call_2"), result(), USER)
 
 
-def test_templates_without_calls_are_told_in_words() -> None:
+def test_templates_without_calls_get_text() -> None:
     history = [
         {"role": "system", "content": "Be kind."},
         USER,
@@ -144,8 +147,8 @@ def test_templates_without_calls_are_told_in_words() -> None:
     assert all("tool_calls" not in message for message in messages)
 
 
-def test_the_values_of_all_calls_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has its own bound, but a body has room for many: their text is no structure that was counted there."""
+def test_the_values_of_all_calls_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has its own limit, but a body may have many, whose arguments were not counted as its structure."""
     monkeypatch.setattr(history, "MAX_ARGUMENT_VALUES", 100)
     several = [
         calling(call("a", arguments='{"a": [1, 2, [3]]}'), call("b", arguments={"b": [0] * 40})),
@@ -169,7 +172,7 @@ SLIPS = {"usr": "user", "User": "user", "users": "user", "usre": "user", "sytem"
 
 
 @pytest.mark.parametrize(("role", "meant"), SLIPS.items())
-def test_a_slip_of_a_role_is_refused_unless_the_template_knows_that_role(role: str, meant: str) -> None:
+def test_a_misspelt_role_is_refused_unless_the_template_has_it(role: str, meant: str) -> None:
     with pytest.raises(ApiError, match=rf"messages\[1\].role is '{role}': did you mean '{meant}'\?"):
         prepare(NO_CALLS, USER, {"role": role, "content": "x"})
     for quote in "'\"":
@@ -180,5 +183,20 @@ def test_a_slip_of_a_role_is_refused_unless_the_template_knows_that_role(role: s
 @pytest.mark.parametrize(
     "role", ["critic", "ipython", "model", "usser2", "us", "usresr", "uesrs", "tool_call", "resu", "x"]
 )
-def test_other_roles_are_the_templates_to_judge(role: str) -> None:
+def test_other_roles_are_passed_to_the_template(role: str) -> None:
     assert prepare(NO_CALLS, USER, {"role": role, "content": "x"})[1]["role"] == role
+
+
+def test_templates_receive_exact_json_types() -> None:
+    """The sandbox knows the methods of these types only, and the text worker does not convert messages again."""
+    given = [USER, calling(call(arguments={"a": ["x", 1, 2.5, None, True]}), content="c", reasoning="r"), result()]
+    messages = [ChatMessage.model_validate_json(json.dumps(message)) for message in given]
+    for source in (OBJECTS, TEXTS, NO_CALLS):
+        stack: list[Any] = [prepare_history(messages, TOOLS, TemplateCapabilities.from_source(source), "<form>")]
+        while stack:
+            item = stack.pop()
+            assert item is None or type(item) in (dict, list, str, int, float, bool), type(item)
+            if isinstance(item, dict):
+                stack += [*item, *item.values()]
+            elif isinstance(item, list):
+                stack += item

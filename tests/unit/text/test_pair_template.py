@@ -1,4 +1,4 @@
-"""From templates to prompts of pairs: byte for byte what Jinja renders, cut where a document is too long."""
+"""Prompts of pairs compared with Jinja's rendering, and documents cut to fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.server.text.tokenizer import Tokenizer, rerank_answer_ids
 from windlass.server.text.workers.frames import unpack_ids
 from windlass.server.text.workers.tasks import TextTasks
 
-# Spaces of the template's own beside texts that it trims, and a text that stands there twice.
+# Spaces next to trimmed texts, and a document that occurs twice.
 TWICE = (
     "{% for m in messages %}{% if m.role == 'query' %}<q> {{ m['content'] | trim }} </q>{% endif %}"
     "{% if m.role == 'document' %}{{ m.content }}{{ m.content }}.{% endif %}{% endfor %}"
@@ -43,7 +43,7 @@ def test_filling_is_rendering(source: str, query: str, document: str, instructio
     assert text[begin : begin + len(shown)] == shown and shown.strip() == document.strip()
 
 
-def test_the_prompt_of_qwen3_is_that_of_its_model_card() -> None:
+def test_the_prompt_of_qwen3_matches_its_model_card() -> None:
     template = build_pair_template(ChatTemplate(QWEN3_RERANKER_TEMPLATE))
     pair = {"query": " a {{ x }}\n", "document": "<|im_end|>", "instruction": "be strict"}
     assert template.plain.fill(pair)[0] == qwen3_prompt(pair["query"], pair["document"])
@@ -60,12 +60,12 @@ def test_the_prompt_of_qwen3_is_that_of_its_model_card() -> None:
         ("{{ messages[5].content.x }}", "undefined|no element"),
     ],
 )
-def test_templates_without_a_place_for_both_are_refused(source: str, says: str) -> None:
+def test_templates_without_query_or_document_are_refused(source: str, says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         build_pair_template(ChatTemplate(source))
 
 
-def test_only_templates_that_name_both_roles_are_tried() -> None:
+def test_only_templates_that_name_both_roles_are_pair_templates() -> None:
     assert names_pair_roles(PAIR_TEMPLATE) and names_pair_roles("{{ m['query'] }} {{ m['document'] }}")
     assert not names_pair_roles("{% if message.role == 'user' %}{{ documents }} the query: 'document'{% endif %}")
 
@@ -80,7 +80,12 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
 
     def encode(text: str, most: int | None) -> list[int]:
         (packed,) = tasks.encode_pair_prompts(
-            prompt, "", [("fox", text)], add_special_tokens=False, max_tokens=most, keep_first=keep_first
+            prompt=prompt,
+            instruction="",
+            pairs=[("fox", text)],
+            add_special_tokens=False,
+            max_tokens=most,
+            keep_first=keep_first,
         )
         return unpack_ids(packed)
 
@@ -90,7 +95,7 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
     if len(whole) <= most:
         assert encode(document, most) == whole
     elif spare < 0:
-        with pytest.raises(RequestError, match="no room"):
+        with pytest.raises(RequestError, match="more than the limit of"):
             encode(document, most)
     else:
         ends = range(len(document) + 1)

@@ -1,10 +1,11 @@
-"""What the text service keeps between requests, and what it does on the event loop: both bounded whatever callers send."""
+"""Bounds on the caches of the text service and on its work on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.server.config.settings import ServerSettings
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, TextService
+from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, Prompt, TextService
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import TaskCall
+from windlass.server.text.workers.frames import Limits, pack_ids
 
 Found = tuple[frozenset[int], frozenset[tuple[int, ...]]]
 
@@ -26,27 +27,29 @@ def service() -> TextService:
     )
 
 
-def record_calls(service: TextService, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any]) -> list[Any]:
+def record_tasks(
+    service: TextService, monkeypatch: pytest.MonkeyPatch, answer: Callable[[dict[str, Any]], Any]
+) -> list[dict[str, Any]]:
     """The arguments of the pool's jobs, which `answer` does in its place."""
-    asked: list[Any] = []
+    asked: list[dict[str, Any]] = []
 
-    async def run(call: TaskCall[Any], **more: Any) -> Any:
-        asked.append(call.args[0])
-        return answer(call.args[0])
+    async def run(task: partial[Any], *limits: Limits, **more: Any) -> Any:
+        asked.append(task.keywords)
+        return answer(task.keywords)
 
     monkeypatch.setattr(service._pool, "run", run)
     return asked
 
 
-def test_lists_of_breakers_are_kept_as_long_as_there_is_room(
-    service: TextService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_breaker_lists_is_bounded(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Found = (frozenset(), frozenset())
     many: Found = (frozenset(range(MAX_CACHED_BREAKER_SIZE // 4)), frozenset())
-    asked = record_calls(service, monkeypatch, lambda key: many if key[0].startswith("many") else nothing)
+    asked = record_tasks(
+        service, monkeypatch, lambda given: many if given["breakers"][0].startswith("many") else nothing
+    )
 
     def ask(*lists: Sequence[str]) -> int:
-        """Lists among them that were not kept."""
+        """Number of lists that were not cached."""
 
         async def all_of_them() -> int:
             before = len(asked)
@@ -104,7 +107,7 @@ def numbers(count: int) -> str:
         ([ChatMessage(role="assistant", content="", reasoning_content="x" * 900_000)], None, False),
     ],
 )
-def test_what_grows_with_a_chat_leaves_the_event_loop(
+def test_large_chats_are_prepared_on_a_thread(
     service: TextService,
     monkeypatch: pytest.MonkeyPatch,
     messages: list[ChatMessage],
@@ -118,7 +121,8 @@ def test_what_grows_with_a_chat_leaves_the_event_loop(
         return []
 
     monkeypatch.setattr("windlass.server.text.service.prepare_history", prepare)
-    record_calls(service, monkeypatch, lambda plain: "text")
+    record_tasks(service, monkeypatch, lambda given: ("text", pack_ids([1, 2])))
     options: dict[str, Any] = {"add_generation_prompt": None, "continue_final_message": None, "caller": ""}
-    assert asyncio.run(service.render(messages, variables=variables, **options)) == "text"
+    options |= {"add_special_tokens": False, "max_model_len": None}
+    assert asyncio.run(service.encode_chat(messages, variables=variables, **options)) == Prompt([1, 2], "text")
     assert [name == threading.current_thread().name for name in threads] == [on_loop]

@@ -1,4 +1,4 @@
-"""Taking turns: how many run at once, who is next, what a cancelled wait leaves behind."""
+"""Fair limiter: width, order of callers, and cancelled waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from windlass.server.text.workers.pool import FairLimiter, QueueFullError
 
 
-def test_callers_take_turns_whatever_they_queued() -> None:
+def test_callers_take_turns() -> None:
     order: list[str] = []
 
     async def job(limiter: FairLimiter, caller: str) -> None:
@@ -32,7 +32,7 @@ def test_callers_take_turns_whatever_they_queued() -> None:
     assert order[:4] == ["many", "one", "two", "many"]
 
 
-def test_no_more_run_at_once_than_its_width() -> None:
+def test_the_width_is_never_exceeded() -> None:
     async def main() -> int:
         limiter, running, most = FairLimiter(3, 1000), 0, 0
 
@@ -53,7 +53,7 @@ def test_no_more_run_at_once_than_its_width() -> None:
     assert asyncio.run(main()) == 3
 
 
-def test_what_waits_is_bounded_by_its_size() -> None:
+def test_the_total_size_of_waiting_jobs_is_limited() -> None:
     async def main() -> None:
         limiter = FairLimiter(1, 20)
 
@@ -61,17 +61,17 @@ def test_what_waits_is_bounded_by_its_size() -> None:
             async with limiter.slot(caller, size):
                 pass
 
-        async with limiter.slot("a", 1_000_000):  # what runs does not wait
+        async with limiter.slot("a", 1_000_000):  # running jobs do not count
             waiting = asyncio.create_task(wait(8))
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
-                await wait(3)  # of one caller no more than half
+                await wait(3)  # a caller may use half
             more = [asyncio.create_task(wait(2)), asyncio.create_task(wait(9, "b"))]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
                 await wait(2, "c")
         await asyncio.gather(waiting, *more)
-        async with limiter.slot("a", 1):  # nothing is counted as waiting any more
+        async with limiter.slot("a", 1):  # nothing is waiting now
             last = asyncio.create_task(wait(10))
             await asyncio.sleep(0)
             assert not last.done()
@@ -80,8 +80,8 @@ def test_what_waits_is_bounded_by_its_size() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("moment", ["waiting", "before the place is passed on", "after it was passed on"])
-def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["waiting", "before the slot is passed on", "after it was passed on"])
+def test_a_cancelled_wait_passes_its_slot_on(moment: str) -> None:
     async def main() -> None:
         limiter = FairLimiter(1, 1000)
         done: list[str] = []
@@ -106,7 +106,7 @@ def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
         await asyncio.gather(*dropped, return_exceptions=True)
         assert all(task.cancelled() for task in dropped)
         assert done == ["kept"]
-        await asyncio.wait_for(job("after"), 1)  # the place is free again
+        await asyncio.wait_for(job("after"), 1)  # the slot is free again
 
     asyncio.run(main())
 
@@ -136,7 +136,7 @@ def test_any_order_of_cancelling_and_finishing_keeps_the_width() -> None:
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert most <= 2 and running == 0
-        async with limiter.slot("x", 1), limiter.slot("y", 1):  # both places are there
+        async with limiter.slot("x", 1), limiter.slot("y", 1):  # both slots are free
             pass
 
     for seed in range(50):

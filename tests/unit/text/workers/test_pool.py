@@ -1,4 +1,4 @@
-"""Text processes for real: same results as in this process, limits of time and memory, deaths, cancelling, the end."""
+"""Text processes: results, limits of time and memory, deaths, cancelling and closing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,19 @@ from tokenizers import Regex, models, pre_tokenizers
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
-from windlass.server.text.workers.frames import TaskCall, WorkerSource, pack_ids, unpack_ids
-from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
-from windlass.server.text.workers.processes import ForkServer, KilledError, TooSlowError
-from windlass.server.text.workers.tasks import TextTasks, call
+from windlass.server.text.workers.frames import Limits, WorkerSource, pack_ids, unpack_ids
+from windlass.server.text.workers.pool import LARGE_JOB, TextPool
+from windlass.server.text.workers.processes import (
+    RECYCLE_JOB_SIZE,
+    ClosedError,
+    ForkServer,
+    KilledError,
+    OutOfMemoryError,
+    RefusedError,
+    TextWorkerError,
+    TooSlowError,
+)
+from windlass.server.text.workers.tasks import TextTasks
 
 T = TypeVar("T")
 
@@ -36,7 +46,7 @@ SPECIAL = {"bos_token": "<|bos|>"}
 TEMPLATE = (
     "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     "{% if eat %}{{ ('x' * eat) | length }}{% endif %}{% if refuse %}{{ raise_exception(refuse) }}{% endif %}"
-    "{{ messages[0].content }}"
+    "{% if repeat %}{{ 'ab ' * repeat }}{% endif %}{{ messages[0].content }}"
 )
 
 
@@ -61,23 +71,39 @@ def run(make: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
+def conversation(**variables: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "hello"}],
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "variables": variables,
+        "tools": None,
+        "with_tools": False,
+    }
+
+
 def render(pool: TextPool, limits: Limits = GENEROUS, **variables: Any) -> Awaitable[str]:
-    messages = [{"role": "user", "content": "hello"}]
-    task_call = call(
-        TextTasks.render,
-        messages,
-        add_generation_prompt=True,
-        continue_final_message=False,
-        variables=variables,
-        tools=None,
-        with_tools=False,
+    return pool.run(partial(TextTasks.render, **conversation(**variables)), limits, size=5, limiter=pool.templates)
+
+
+def encode_chat(
+    pool: TextPool,
+    rendering: Limits = GENEROUS,
+    tokenizing: Limits = GENEROUS,
+    *,
+    size: int = 5,
+    max_characters: int | None = None,
+    **variables: Any,
+) -> Awaitable[tuple[str, bytes] | int]:
+    task = partial(
+        TextTasks.encode_chat, add_special_tokens=False, max_characters=max_characters, **conversation(**variables)
     )
-    return pool.run(task_call, size=5, limits=limits, limiter=pool.templates)
+    return pool.run(task, rendering, tokenizing, size=size, limiter=pool.templates)
 
 
-def do(pool: TextPool, task_call: TaskCall[T], size: int = 10) -> T:
-    """What a call comes to, with room for it."""
-    return run(lambda: pool.run(task_call, size=size, limits=GENEROUS))
+def do(pool: TextPool, task: partial[T], size: int = 10) -> T:
+    """The result of a task with generous limits."""
+    return run(lambda: pool.run(task, GENEROUS, size=size))
 
 
 def children_of(pid: int) -> list[int]:
@@ -92,16 +118,16 @@ def fork_server(pool: TextPool) -> int:
 TEXTS = ["", "hello world", "naïve 東京 😀", "a" * 5000, "<|eos|> x <tool>", "\n\n\t  "]
 
 
-def test_it_does_what_the_tokenizer_does(pool: TextPool) -> None:
+def test_results_equal_those_of_the_tokenizer(pool: TextPool) -> None:
     tokenizer = Tokenizer(toys.byte_level(), SPECIAL)
     for special in (True, False):
-        packed = do(pool, call(TextTasks.encode, TEXTS, add_special_tokens=special))
+        packed = do(pool, partial(TextTasks.encode, texts=TEXTS, add_special_tokens=special))
         ids = [unpack_ids(each) for each in packed]
         assert ids == [tokenizer.encode(text, add_special_tokens=special) for text in TEXTS]
-        texts = do(pool, call(TextTasks.decode, packed, skip_special_tokens=special))
+        texts = do(pool, partial(TextTasks.decode, prompts=packed, skip_special_tokens=special))
         assert texts == [tokenizer.decode(each, skip_special_tokens=special) for each in ids]
     shown = {"add_special_tokens": True, "offsets": True, "token_strs": True}
-    answer = json.loads(do(pool, call(TextTasks.tokenize, TEXTS[2], **shown, max_model_len=77, max_bytes=MIB)))
+    answer = json.loads(do(pool, partial(TextTasks.tokenize, text=TEXTS[2], **shown, max_model_len=77, max_bytes=MIB)))
     ids, offsets = tokenizer.encode_with_offsets(TEXTS[2])
     assert answer["tokens"] == ids and answer["offsets"] == [list(pair) for pair in offsets]
     assert answer["count"] == len(ids) and answer["max_model_len"] == 77
@@ -115,7 +141,7 @@ def test_ids_survive_packing() -> None:
     assert unpack_ids(pack_ids([])) == []
 
 
-def test_a_job_that_takes_too_long_is_killed_and_others_go_on(pool: TextPool) -> None:
+def test_a_slow_job_is_killed_and_others_continue(pool: TextPool) -> None:
     async def seconds_of_others() -> float:
         begin = time.monotonic()
         spinning = asyncio.create_task(_outcome(render(pool, Limits(2.0, 256 * MIB), spin=1)))  # type: ignore[arg-type]
@@ -142,22 +168,79 @@ def test_a_job_that_takes_too_much_memory_is_refused(pool: TextPool) -> None:
     asyncio.run(main())
 
 
-def test_what_the_input_is_at_fault_for_is_refused_with_the_reason(pool: TextPool) -> None:
+def test_a_chat_is_rendered_and_tokenized_in_one_job(pool: TextPool) -> None:
+    tokenizer = Tokenizer(toys.byte_level(), SPECIAL)
+    before = pool.jobs
+    text, packed = run(lambda: encode_chat(pool, max_characters=5))
+    assert text == "hello" and unpack_ids(packed) == tokenizer.encode("hello", add_special_tokens=False)
+    assert run(lambda: encode_chat(pool, max_characters=4)) == 5
+    assert pool.jobs == before + 2
+
+
+def test_each_phase_of_a_chat_has_its_own_limits(pool: TextPool) -> None:
+    async def main() -> None:
+        short = Limits(1.0, 64 * MIB)
+        for limits, variables, expected, phase in (
+            ((short, GENEROUS), {"spin": 1}, TooSlowError, 0),
+            ((short, GENEROUS), {"eat": 200 * MIB}, OutOfMemoryError, 0),
+            ((GENEROUS, short), {"repeat": 4 * MIB}, TextWorkerError, 1),
+            ((GENEROUS, GENEROUS), {"refuse": "no such role"}, RefusedError, 0),
+        ):
+            error = await _outcome(encode_chat(pool, *limits, **variables))
+            assert isinstance(error, expected) and error.phase == phase, variables
+        assert not isinstance(await _outcome(encode_chat(pool, short, short)), Exception)
+
+    asyncio.run(main())
+
+
+def test_a_process_is_replaced_after_a_chat_that_renders_into_a_large_text() -> None:
+    made = make_pool()
+    try:
+        run(lambda: encode_chat(made))
+        assert len(made._idle) == 1
+        run(lambda: encode_chat(made, repeat=RECYCLE_JOB_SIZE))
+        assert not made._idle and not children_of(fork_server(made))
+    finally:
+        made.close()
+
+
+def test_large_chats_wait_without_a_template_slot() -> None:
+    """They are tokenized one at a time; chats of other callers are rendered meanwhile."""
+    made = make_pool(templates=2)
+
+    async def main() -> None:
+        large = [asyncio.create_task(_outcome(encode_chat(made, size=LARGE_JOB, spin=1))) for _ in range(3)]
+        while not made._running:
+            await asyncio.sleep(0.01)
+        text, _ = await encode_chat(made)  # type: ignore[misc]
+        assert text == "hello" and not any(task.done() for task in large)
+        for task in large:
+            task.cancel()
+        await asyncio.gather(*large, return_exceptions=True)
+        assert not made._large._queues and not made.templates._queues
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+
+
+def test_faulty_input_is_refused_with_the_reason(pool: TextPool) -> None:
     with pytest.raises(RefusedError, match="no such role"):
         run(lambda: render(pool, refuse="no such role"))
     shown = {"add_special_tokens": True, "offsets": True, "token_strs": False}
-    with pytest.raises(RefusedError, match=r"the answer has \d+ bytes"):
-        do(pool, call(TextTasks.tokenize, "hello " * 1000, **shown, max_model_len=None, max_bytes=100))
+    with pytest.raises(RefusedError, match=r"the response has \d+ bytes"):
+        do(pool, partial(TextTasks.tokenize, text="hello " * 1000, **shown, max_model_len=None, max_bytes=100))
 
 
-def test_a_pattern_that_backtracks_without_end_is_the_texts_fault() -> None:
+def test_a_pattern_that_backtracks_is_an_error_of_the_text() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"^(a+)+$"), "isolated")
     made = make_pool(backend, None)
     try:
         with pytest.raises(RefusedError, match="tokenizer cannot process this text"):
-            do(made, call(TextTasks.encode, ["a" * 60 + "!"], add_special_tokens=True), size=60)
-        packed = do(made, call(TextTasks.encode, ["a"], add_special_tokens=True), size=1)
+            do(made, partial(TextTasks.encode, texts=["a" * 60 + "!"], add_special_tokens=True), size=60)
+        packed = do(made, partial(TextTasks.encode, texts=["a"], add_special_tokens=True), size=1)
         assert unpack_ids(packed[0]) == [0]
     finally:
         made.close()
@@ -169,10 +252,10 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
         assert run(lambda: render(made)) == "hello"
         for child in children_of(fork_server(made)):
             os.kill(child, signal.SIGKILL)
-        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # idle ones: nobody's job was lost
+        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # they were idle: no job was lost
         for _ in range(5):
             made._idle.pop().kill()  # so that the next one needs a fork
-            os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
+            os.kill(fork_server(made), signal.SIGKILL)  # its death may not be visible yet
             assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
     finally:
         made.close()
@@ -180,7 +263,7 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
 
 @contextlib.contextmanager
 def many_files_open() -> Iterator[None]:
-    """Whatever is opened within has a descriptor beyond 1,024."""
+    """Scope in which new descriptors are above 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     with contextlib.ExitStack() as opened:
@@ -190,7 +273,7 @@ def many_files_open() -> Iterator[None]:
         yield
 
 
-def test_jobs_run_where_a_thousand_connections_are_open() -> None:
+def test_jobs_run_with_more_than_a_thousand_descriptors() -> None:
     made = make_pool()
     try:
         with many_files_open():
@@ -201,7 +284,7 @@ def test_jobs_run_where_a_thousand_connections_are_open() -> None:
         made.close()
 
 
-def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_after_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_pool()
 
     def failing(*_: object) -> None:
@@ -216,7 +299,7 @@ def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.Monkey
         made.close()
 
 
-def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
+def test_a_process_killed_from_outside_is_not_an_error_of_the_job() -> None:
     made = make_pool()
 
     async def main() -> None:
@@ -234,7 +317,7 @@ def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
 
 
 def stop(pool: TextPool) -> int:
-    """Have its fork server hang, for which it is given less time than others have; returns its process id."""
+    """Stop the pool's fork server, with a shorter timeout for its answers; returns its process id."""
     assert pool._server is not None
     pool._server._control.settimeout(0.3)
     os.kill(fork_server(pool), signal.SIGSTOP)
@@ -253,7 +336,7 @@ def test_a_fork_server_that_hangs_is_replaced() -> None:
         made.close()
 
 
-def test_a_fork_server_that_answers_late_is_never_believed() -> None:
+def test_late_answers_of_a_fork_server_are_discarded() -> None:
     made = make_pool()
     try:
         assert run(lambda: render(made)) == "hello"
@@ -268,7 +351,7 @@ def test_a_fork_server_that_answers_late_is_never_believed() -> None:
         made.close()
 
 
-def test_the_soft_limit_that_the_server_was_started_with_holds() -> None:
+def test_the_inherited_soft_limit_is_kept() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)
     given = 64 * 1024 * MIB  # far more than a text process needs
     if limit[1] != resource.RLIM_INFINITY and limit[1] < given:
@@ -287,7 +370,7 @@ def test_the_soft_limit_that_the_server_was_started_with_holds() -> None:
         made.close()
 
 
-def test_cancelling_ends_the_process_and_frees_the_place() -> None:
+def test_cancelling_ends_the_process_and_frees_the_slot() -> None:
     made = make_pool(templates=1)
 
     async def main() -> None:
@@ -308,11 +391,23 @@ def test_cancelling_ends_the_process_and_frees_the_place() -> None:
         made.close()
 
 
-def test_a_template_that_cannot_be_compiled_is_told_at_the_start() -> None:
-    made = make_pool(template="{% if %}")
-    with pytest.raises(LoadError, match=r"chat template cannot be used: .*does not parse"):
-        made.wait_loaded()
-    made.close()
+@pytest.mark.parametrize(
+    ("templates", "problem"),
+    [
+        ({"chat_template": "{% if %}"}, r"chat template cannot be used: .*does not parse.*--chat-template"),
+        ({"pair_template": "{% for"}, "--rerank-template.*does not parse"),
+        ({"pair_template": "{{ messages[0].content }}"}, "--rerank-template.*role document"),
+    ],
+)
+def test_a_template_that_cannot_be_used_ends_the_start_with_one_line(templates: dict[str, str], problem: str) -> None:
+    source = WorkerSource(
+        toys.byte_level().to_str(), SPECIAL, templates.get("chat_template"), None, templates.get("pair_template"), True
+    )
+    server = ForkServer(source)
+    with pytest.raises(LoadError, match=problem) as caught:
+        server.wait_loaded()
+    assert "\n" not in str(caught.value)
+    server.kill()
 
 
 def test_closing_leaves_no_process_behind() -> None:
@@ -363,8 +458,8 @@ async def _outcome(job: Awaitable[Any]) -> Any:
         return error
 
 
-def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may have given the id of one that has ended to somebody else."""
+def test_without_fork_server_only_processes_of_its_session_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process id of one that has ended may have been reused."""
     server = ForkServer(WorkerSource(toys.byte_level().to_str(), SPECIAL, None))
     server.wait_loaded()
     theirs, gone = server.fork(), server.fork()
@@ -378,7 +473,7 @@ def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytes
     assert killed == [(theirs._pid, signal.SIGKILL)]
 
 
-def test_where_the_host_has_no_standard_error_its_processes_print_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_print_nowhere_if_the_host_has_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     server = ForkServer(WorkerSource("", SPECIAL, None))
     outputs = [str(Path(f"/proc/{server._process.pid}/fd/{number}").readlink()) for number in (1, 2)]

@@ -1,0 +1,96 @@
+"""Routers whose endpoints declare their models and examples for the OpenAPI document, and small JSON responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from windlass.server.schemas.base import StrictModel
+
+BODY_ERRORS = (400, 404)
+GENERATION_ERRORS = (*BODY_ERRORS, 504)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Description of an endpoint that reads and writes its bodies itself.
+
+    response: model of the response, None for plain text.
+    events: model of the events of its stream; named_events: whether they have an `event:` line; done_event: whether the
+    stream ends with `[DONE]`.
+    errors: status codes in addition to those of every endpoint.
+    unready: description of the status 503 with the same response, for endpoints that report the server's state.
+    parameters: query parameters. links: text by operation id, of operations that take the `id` of the response.
+    examples: summary and body by name. stream_examples: some events of a stream.
+    """
+
+    response: type[BaseModel] | None
+    body: type[BaseModel] | None = None
+    events: type[BaseModel] | None = None
+    named_events: bool = False
+    done_event: bool = False
+    errors: tuple[int, ...] = ()
+    unready: str | None = None
+    parameters: Sequence[dict[str, Any]] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
+    examples: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    stream_examples: Sequence[dict[str, Any]] = ()
+
+
+class ApiRouter(APIRouter):
+    """The endpoints of one tag. description: of the tag. operations: by path and lower-case method."""
+
+    def __init__(self, tag: str, description: str) -> None:
+        super().__init__(tags=[tag])
+        self.tag = tag
+        self.description = description
+        self.operations: dict[tuple[str, str], Operation] = {}
+
+    def endpoint(self, method: str, path: str, operation: Operation, aliases: Sequence[str] = ()) -> Callable[[F], F]:
+        """Decorator of a route function. aliases: further paths, which the document omits."""
+        self.operations[path.replace(":path}", "}"), method.lower()] = operation
+
+        def decorate(function: F) -> F:
+            for alias in aliases:
+                self.add_api_route(alias, function, methods=[method], include_in_schema=False)
+            self.add_api_route(path, function, methods=[method])
+            return function
+
+        return decorate
+
+
+def json_response(answer: StrictModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Response with the JSON text of a small model."""
+    return Response(answer.json_bytes(), status_code=status, media_type="application/json", headers=headers)
+
+
+EXAMPLE_USAGE = {
+    "prompt_tokens": 6,
+    "completion_tokens": 2,
+    "total_tokens": 8,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
+def example_chunk(prefix: str, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
+    """A chunk of an OpenAI stream for the document; without choices, the last one with the usage."""
+    return {
+        "id": f"{prefix}-1",
+        "object": kind,
+        "created": 1767225600,
+        "model": "demo",
+        "system_fingerprint": "fp_4f1d2c3b5a697887",
+        "choices": list(choices),
+        "usage": None if choices else EXAMPLE_USAGE,
+    }
+
+
+def query_parameter(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    """A query parameter that its route reads itself."""
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}

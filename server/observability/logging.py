@@ -1,0 +1,109 @@
+"""Logging: setup, the request that a record is about, the access log, and limits for repeated lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+
+from starlette.types import Scope
+
+from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_as_json
+from windlass.server.config.option_names import with_option_names
+
+CALLER_NAME = "windlass.caller_name"  # in a scope: the name of the caller's API key, if it has one
+
+LOG_INTERVAL_SECONDS = 60.0
+
+current_request: ContextVar[Scope | None] = ContextVar("windlass-request", default=None)
+
+
+def request_id(scope: Scope) -> str:
+    """The id of the request of this scope."""
+    return str(scope["windlass.request_id"])
+
+
+def set_request_id(scope: Scope, value: str) -> None:
+    """Use the id that a request body asks for."""
+    scope["windlass.request_id"] = value
+
+
+def log_to_stderr(level: str, log_format: str) -> None:
+    """Set up logging of this process and of its later child processes. log_format: "text" or "json"."""
+    if log_format == JSON_FORMAT:
+        os.environ[LOG_FORMAT_VARIABLE] = JSON_FORMAT  # inherited by child processes, which are started in many places
+        log_as_json("server", level, words=with_option_names, fields=_RequestFields())
+    else:
+        os.environ.pop(LOG_FORMAT_VARIABLE, None)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_OptionNameFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level == "info":
+        logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
+    logging.getLogger("asyncio").addFilter(is_not_lost_write_warning)
+
+
+def is_not_lost_write_warning(record: logging.LogRecord) -> bool:
+    """Filter of asyncio's logger, which warns at each further write to a closed connection.
+
+    That is normal, and a crowd of clients that disconnect would fill the log.
+    """
+    return record.msg != "socket.send() raised exception."
+
+
+class RateLimitedLogger:
+    """Logs an event the first time, and then at most once in LOG_INTERVAL_SECONDS with the number of events since."""
+
+    def __init__(self, logger: logging.Logger, level: int, *, clock: Callable[[], float] | None = None) -> None:
+        self._logger = logger
+        self._level = level
+        self._clock = clock or time.monotonic
+        self._next = -float("inf")
+        self._count = 0
+
+    def log(self, message: str) -> bool:
+        """Count an event and log it if due. Returns whether it was logged."""
+        self._count += 1
+        now = self._clock()
+        if now < self._next:
+            return False
+        times = f" ({self._count} times since the last such message)" if self._count > 1 else ""
+        self._logger.log(self._level, "%s%s", message, times)
+        self._next = now + LOG_INTERVAL_SECONDS
+        self._count = 0
+        return True
+
+
+class AccessLog:
+    """Replaces uvicorn's access logger.
+
+    It hides query strings: no endpoint takes any, so they are mistakes, often API keys that belong in a header.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def info(self, line: str, client: str, method: str, path: str, version: str, status: int) -> None:
+        """Log one request and its status; `path` may have a query."""
+        path, mark, _ = path.partition("?")
+        self._logger.info(line, client, method, path + ("?..." if mark else ""), version, status)
+
+
+class _RequestFields(logging.Filter):
+    """Adds the id and the caller's name of the current request to log records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (scope := current_request.get()) is not None:
+            record.request_id = getattr(record, "request_id", None) or request_id(scope)
+            record.caller = scope.get(CALLER_NAME)
+        return True
+
+
+class _OptionNameFormatter(logging.Formatter):
+    """Formats records with option names in place of configuration paths."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_option_names(super().format(record))
