@@ -202,7 +202,7 @@ def _by_label(report: dict[str, Any], kind: str) -> Iterator[tuple[str, list[dic
 
 def draw(report: dict[str, Any]) -> Figure:
     """Loss by step at the left, past the trained length at the right; above the language model, below the classifier."""
-    figure = new_figure("The same model with four kinds of positions", (10.5, 7))
+    figure = new_figure((10.5, 7), "The same model with four kinds of positions")
     grid = figure.subplots(2, 2)
     styles = {name: (COLOURS[at + 1], DASHES[at]) for at, name in enumerate(POSITIONS)}
     for row, kind in enumerate(KINDS):

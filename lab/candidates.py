@@ -1,6 +1,6 @@
 """Candidates: the scalings, frequency policies, windows and cuts that are measured.
 
-`Candidate` is one curve of a perplexity sweep, `TaskCandidate` one condition of the retrieval tasks. No model is loaded here.
+`SweepCandidate` is a curve of a perplexity sweep, `TaskCandidate` a condition of the retrieval tasks. No model is loaded here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from windlass.engine.errors import RequestError
@@ -29,28 +29,52 @@ _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One curve to measure.
+    """One condition under which texts are read.
 
-    scaling: the `rope_scaling` object of a request; None is the model's own. longest: the length that the frequencies are
-    planned for; None where nothing depends on it. context: which tokens a token sees.
+    scaling: the `rope_scaling` object of a request; None is the model's own. context: which tokens a token sees.
     """
 
     name: str
-    label: str
     kind: Kind
     scaling: dict[str, Any] | None
     policy: RopeUpdate | None = None
-    longest: int | None = None
-    plotted: bool = False
     context: ContextRule = field(default_factory=ContextRule)
 
+    @property
+    def parsed(self) -> RopeScaling | None:
+        return None if self.scaling is None else RopeScaling.from_dict(self.scaling)
 
-_NO_SCALING = Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)
+    def body(self) -> dict[str, Any]:
+        """Fields of a request body."""
+        rule = self.context
+        fields: dict[str, Any] = {}
+        if self.scaling is not None:
+            fields["rope_scaling"] = self.scaling
+        if self.policy is not None:
+            fields["rope_update"] = self.policy
+        if rule.attention_window is not None:
+            fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+        return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepCandidate(Candidate):
+    """One curve of a perplexity sweep.
+
+    label: the name in the plot. longest: the length that the frequencies are planned for; None where nothing depends on it.
+    """
+
+    label: str
+    longest: int | None = None
+    plotted: bool = False
+
+
+_NO_SCALING = SweepCandidate("no scaling", "none", {"rope_type": "default"}, label="no scaling", plotted=True)
 
 
 def static_candidates(
     *, trained_len: int, config_trained_len: int, max_len: int, target_len: int, own: RopeScaling
-) -> list[Candidate]:
+) -> list[SweepCandidate]:
     """No scaling, the model's own, and linear, NTK-aware and YaRN at several factors: one pass each.
 
     Factors: max_len and target_len divided by the trained length, and the powers of two below. If config.json gives a longer
@@ -65,22 +89,22 @@ def static_candidates(
     factors.discard(1.0)
     found = [_NO_SCALING]
     if own.rope_type != "default" and not own.depends_on_length:
-        found.append(Candidate("model's own", f"model's own ({own.rope_type})", "own", None, plotted=True))
+        found.append(SweepCandidate("model's own", "own", None, label=f"model's own ({own.rope_type})", plotted=True))
     original = {} if trained_len == config_trained_len else {"original_max_position_embeddings": trained_len}
-    kinds: tuple[tuple[Kind, str, str, dict[str, Any]], ...] = (
-        ("linear", "linear", "PI (linear)", {}),
-        ("ntk", "ntk", "NTK-aware (ntk)", {}),
-        ("yarn", "yarn", "YaRN (yarn)", original),
+    kinds: tuple[tuple[_ScalingKind, str, dict[str, Any]], ...] = (
+        ("linear", "PI (linear)", {}),
+        ("ntk", "NTK-aware (ntk)", {}),
+        ("yarn", "YaRN (yarn)", original),
     )
-    for kind, rope_type, label, extra in kinds:
+    for kind, title, extra in kinds:
         for factor in sorted(factors, reverse=True):
-            scaling = {"rope_type": rope_type, "factor": factor, **extra}
-            name = f"{rope_type} {factor:g}"
-            found.append(Candidate(name, f"{label}, factor {factor:g}", kind, scaling, plotted=factor == derived))
+            scaling = {"rope_type": kind, "factor": factor, **extra}
+            label = f"{title}, factor {factor:g}"
+            found.append(SweepCandidate(f"{kind} {factor:g}", kind, scaling, label=label, plotted=factor == derived))
     return found
 
 
-def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
+def frozen_candidates(*, max_len: int, target_len: int) -> list[SweepCandidate]:
     """Dynamic NTK frozen for the longest and for the target length, at a few factors: one pass each."""
     return [
         _dynamic(factor, "frozen", longest, suffix)
@@ -89,28 +113,35 @@ def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
     ]
 
 
-def moving_candidates(factor: float, max_len: int) -> list[Candidate]:
+def moving_candidates(factor: float, max_len: int) -> list[SweepCandidate]:
     """Dynamic NTK of one factor under the policies whose frequencies change as the text grows."""
     return [_dynamic(factor, policy, max_len) for policy in ("recompute", "rotate")]
 
 
-def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Candidate]:
+def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[SweepCandidate]:
     """The model's own scaling under each policy; empty if it does not depend on the length."""
     if not own.depends_on_length:
         return []
     found = []
     for policy in ROPE_UPDATES:
         for longest, suffix in _lengths(policy, max_len, target_len):
-            name, label = (
-                f"{own_name}, {policy}{suffix}" for own_name in ("model's own", f"model's own ({own.rope_type})")
+            found.append(
+                SweepCandidate(
+                    f"model's own, {policy}{suffix}",
+                    "own",
+                    None,
+                    policy,
+                    label=f"model's own ({own.rope_type}), {policy}{suffix}",
+                    longest=longest,
+                    plotted=policy == "recompute",
+                )
             )
-            found.append(Candidate(name, label, "own", None, policy, longest, plotted=policy == "recompute"))
     return found
 
 
 def chosen_candidates(
     scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int, target_len: int
-) -> list[Candidate]:
+) -> list[SweepCandidate]:
     """No scaling, and the requested ones. A scaling that depends on the length is measured under each policy."""
     found = [_NO_SCALING]
     for scaling in scalings:
@@ -118,12 +149,12 @@ def chosen_candidates(
         name = _name(scaling)
         kind: Kind = _SCALING_KINDS.get(parsed.rope_type, "other")
         if not parsed.depends_on_length:
-            found.append(Candidate(name, name, kind, scaling, plotted=True))
+            found.append(SweepCandidate(name, kind, scaling, label=name, plotted=True))
             continue
         for policy in policies:
             for longest, suffix in _lengths(policy, max_len, target_len):
                 full = f"{name}, {policy}{suffix}"
-                found.append(Candidate(full, full, kind, scaling, policy, longest, plotted=True))
+                found.append(SweepCandidate(full, kind, scaling, policy, label=full, longest=longest, plotted=True))
     return found
 
 
@@ -134,15 +165,14 @@ def _lengths(policy: RopeUpdate, max_len: int, target_len: int) -> list[tuple[in
     return [(longest, f" for {longest:,}") for longest in sorted((max_len, target_len), reverse=True)]
 
 
-def window_name(window: int, sinks: int) -> str:
-    return f"window {window:,} and {sinks:,} sinks"
+def window_name(rule: ContextRule) -> str:
+    return f"window {rule.attention_window:,} and {rule.attention_sinks:,} sinks"
 
 
-def window_sweep_candidate(window: int, sinks: int) -> Candidate:
-    """Without scaling; each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453)."""
-    rule = ContextRule(attention_window=window, attention_sinks=sinks)
-    name = window_name(window, sinks)
-    return Candidate(name, name, "window", {"rope_type": "default"}, plotted=True, context=rule)
+def window_sweep_candidate(rule: ContextRule) -> SweepCandidate:
+    """Without scaling; each token sees the last tokens and the first ones, the sinks (StreamingLLM, 2309.17453)."""
+    name = window_name(rule)
+    return SweepCandidate(name, "window", {"rope_type": "default"}, label=name, plotted=True, context=rule)
 
 
 def _name(scaling: dict[str, Any]) -> str:
@@ -163,14 +193,14 @@ def factor_of(candidate_name: str) -> float:
     return float(candidate_name.split()[1].rstrip(","))
 
 
-def _dynamic(factor: float, policy: RopeUpdate, longest: int, suffix: str = "") -> Candidate:
-    return Candidate(
+def _dynamic(factor: float, policy: RopeUpdate, longest: int, suffix: str = "") -> SweepCandidate:
+    return SweepCandidate(
         f"dynamic {factor:g}, {policy}{suffix}",
-        f"dynamic NTK, factor {factor:g}, {policy}{suffix}",
         "dynamic",
         {"rope_type": "dynamic", "factor": factor},
         policy,
-        longest,
+        label=f"dynamic NTK, factor {factor:g}, {policy}{suffix}",
+        longest=longest,
     )
 
 
@@ -178,20 +208,15 @@ def _factor(ratio: float) -> float:
     return float(f"{ratio:.4g}")
 
 
-@dataclass(frozen=True, slots=True)
-class TaskCandidate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCandidate(Candidate):
     """One condition under which the documents of a retrieval sweep are read.
 
-    scaling: as in `Candidate`. plain_to: the length up to which it equals, bit for bit, the model without scaling.
-    cut_to: the text is cut to its head and its last tokens, this many in total; None: it is read entirely. chosen: the user
-    requested it, so a model that cannot run it is an error.
+    plain_to: the length up to which it equals, bit for bit, the model without scaling. cut_to: the text is cut to its head and
+    its last tokens, this many in total; None: it is read entirely. chosen: the user requested it, so a model that cannot run it
+    is an error.
     """
 
-    name: str
-    kind: Kind
-    scaling: dict[str, Any] | None
-    policy: RopeUpdate | None = None
-    context: ContextRule = field(default_factory=ContextRule)
     plain_to: int = 0
     cut_to: int | None = None
     chosen: bool = False
@@ -201,30 +226,9 @@ class TaskCandidate:
         """Cost for a server, to choose among equals: 0 nothing, 1 a fixed rule, 2 frequencies that change."""
         return 0 if self.kind in ("none", "own", "cut") else 2 if self.policy in ("recompute", "rotate") else 1
 
-    @property
-    def parsed(self) -> RopeScaling | None:
-        return None if self.scaling is None else RopeScaling.from_dict(self.scaling)
-
-    def body(self) -> dict[str, Any]:
-        """Fields of a request body."""
-        return request_fields(self)
-
     def command(self, model: str | None, length: int) -> str:
         """The command line that serves contexts of `length` under this candidate."""
         return serve_command(model, length if self.cut_to is None else min(length, self.cut_to), self.body())
-
-
-def request_fields(candidate: Candidate | TaskCandidate) -> dict[str, Any]:
-    """Fields of a request body that runs under a candidate."""
-    rule = candidate.context
-    fields: dict[str, Any] = {}
-    if candidate.scaling is not None:
-        fields["rope_scaling"] = candidate.scaling
-    if candidate.policy is not None:
-        fields["rope_update"] = candidate.policy
-    if rule.attention_window is not None:
-        fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
-    return fields
 
 
 def serve_command(model: str | None, length: int, fields: dict[str, Any]) -> str:
@@ -245,7 +249,7 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     """
     base, own = group.base, group.scaling
     factor = float(f"{max(longest / trained, 2.0):.4g}")
-    original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
+    original: dict[str, Any] = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
     # The smallest values that bring every distance within the trained length, with the default windows.
     near_group, near_rerope = max(trained // 4, 1), max(trained // 2, 1)
     group_size = max(2, math.ceil((longest - near_group) / (trained - near_group)))
@@ -256,63 +260,52 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
         found.append(TaskCandidate(f"model's own ({own.rope_type})", "own", None))
     found.append(_cut(unscaled, trained))
     found += [
-        TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
-        TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
+        _scaled(f"linear {factor:g}", "linear", factor=factor),
+        _scaled(f"ntk {factor:g}", "ntk", factor=factor),
         # A prompt given at once runs under the frequencies of its own length, whatever the policy.
-        TaskCandidate(
-            "dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2.0}, "recompute", plain_to=base.trained_len
-        ),
-        TaskCandidate(f"yarn {factor:g}", "yarn", {"rope_type": "yarn", "factor": factor, **original}),
-        TaskCandidate(
-            f"llama3 {factor:g}",
-            "llama3",
-            {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
-        ),
-        _by_distance("dual_chunk", "dual_chunk", {"rope_type": "dual_chunk", **original}, base, longest),
-        _by_distance(
-            f"self_extend {group_size}",
-            "self_extend",
-            {"rope_type": "self_extend", "group_size": group_size, **original},
-            base,
-            longest,
-        ),
-        _by_distance("rerope", "rerope", {"rope_type": "rerope", **original}, base, longest),
-        _by_distance(
-            f"leaky rerope {leak:g}", "rerope", {"rope_type": "rerope", "factor": leak, **original}, base, longest
-        ),
-        TaskCandidate("log_n", "log_n", {"rope_type": "log_n", **original}, plain_to=trained),
+        replace(_scaled("dynamic 2", "dynamic", factor=2.0), policy="recompute", plain_to=base.trained_len),
+        _scaled(f"yarn {factor:g}", "yarn", factor=factor, **original),
+        _scaled(f"llama3 {factor:g}", "llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, **original),
     ]
+    by_distance = [
+        _scaled("dual_chunk", "dual_chunk", **original),
+        _scaled(f"self_extend {group_size}", "self_extend", group_size=group_size, **original),
+        _scaled("rerope", "rerope", **original),
+        _scaled(f"leaky rerope {leak:g}", "rerope", factor=leak, **original),
+    ]
+    found += [replace(candidate, plain_to=_unchanged_to(candidate, base, longest)) for candidate in by_distance]
+    found.append(replace(_scaled("log_n", "log_n", **original), plain_to=trained))
     if base.inv_freq is None:
         found.append(_longrope(base, trained, factor))
     return found
 
 
-def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandidate:
+def _scaled(name: str, kind: _ScalingKind, **fields: Any) -> TaskCandidate:
+    """fields: of `rope_scaling`, after its `rope_type`."""
+    return TaskCandidate(name, kind, {"rope_type": kind, **fields})
+
+
+def window_candidate(group: RotaryGroup, rule: ContextRule) -> TaskCandidate:
     """As `window_sweep_candidate`, for the retrieval sweep."""
-    rule = ContextRule(attention_window=window, attention_sinks=sinks)
-    name = window_name(window, sinks)
-    return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
+    unscaled, equal_to = _unscaled(group.scaling), rule.attention_window or 0
+    return TaskCandidate(window_name(rule), "window", unscaled, context=rule, plain_to=equal_to, chosen=True)
 
 
-def _by_distance(name: str, kind: Kind, scaling: dict[str, Any], base: RotaryBase, longest: int) -> TaskCandidate:
-    """A kind that changes distances; none does so within a chunk or the window of near keys."""
+def _unchanged_to(candidate: TaskCandidate, base: RotaryBase, longest: int) -> int:
+    """The length up to which a scaling that changes distances does not: a chunk, or the window of near keys."""
     try:
-        rule = resolve(RopeScaling.from_dict(scaling), base, longest).distances
+        rule = resolve(candidate.parsed or RopeScaling(), base, longest).distances
     except RequestError:  # a model that cannot run it, which is reported when it is tried
-        return TaskCandidate(name, kind, scaling)
-    return TaskCandidate(name, kind, scaling, plain_to=rule.chunk or rule.near or 0)
+        return 0
+    return rule.chunk or rule.near or 0
 
 
 def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
     ramp = _ramp(base, trained, factor)
-    scaling = {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * len(ramp),
-        "long_factor": ramp,
-        "factor": factor,
-        "original_max_position_embeddings": trained,
-    }
-    return TaskCandidate(f"longrope, untrained ramp to {factor:g}", "longrope", scaling, plain_to=trained)
+    lists = {"short_factor": [1.0] * len(ramp), "long_factor": ramp}
+    name = f"longrope, untrained ramp to {factor:g}"
+    scaled = _scaled(name, "longrope", **lists, factor=factor, original_max_position_embeddings=trained)
+    return replace(scaled, plain_to=trained)
 
 
 def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:

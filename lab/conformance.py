@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
@@ -261,7 +261,7 @@ def neighbour(suite: ConformanceSuite) -> CheckOutcome:
         long, mine, began = suite.prompt(trained + trained // 4), [], Event()
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(suite.client.ask, long, 64, fresh=True, began=began)
-            other.add_done_callback(partial(_set, began))
+            other.add_done_callback(lambda _, began=began: began.set())  # type: ignore[misc]
             for answering in (False, True):
                 for _ in range(REQUESTS_PER_PHASE):
                     if other.done() or began.is_set() is not answering:
@@ -281,10 +281,6 @@ def neighbour(suite: ConformanceSuite) -> CheckOutcome:
             "the two were never observed to be answered at the same time: their parts never interleaved",
         )
     return CheckOutcome(tally, f"{requests}, {shown} of them observed to be answered at the same time")
-
-
-def _set(event: Event, done: Future[Answer]) -> None:
-    event.set()
 
 
 def together(suite: ConformanceSuite) -> CheckOutcome:

@@ -13,21 +13,7 @@ import numpy as np
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.curves import decay_bound, mean_cosine
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.lab.gallery_figures import (
-    TEXT,
-    choose_heads,
-    draw_angles,
-    draw_attention,
-    draw_cos_sin,
-    draw_decay,
-    draw_encodings,
-    draw_extrapolation,
-    draw_invariance,
-    draw_rotation,
-    draw_scalings,
-    read_learned,
-    read_pattern,
-)
+from windlass.lab import gallery_figures as figures
 from windlass.lab.gallery_subject import Subject
 from windlass.lab.sweep_texts import Encoder
 
@@ -177,16 +163,22 @@ def _attention(subject: Subject) -> str:
 
 
 KINDS: dict[str, PictureKind] = {
-    "rotation": PictureKind(title="Rotating arrows", explain=_rotation, draw=draw_rotation),
-    "angles": PictureKind(title="Angle by pair", explain=_angles, draw=draw_angles),
-    "cos-sin": PictureKind(title="Tables of cos and sin", explain=_cos_sin, draw=draw_cos_sin),
-    "invariance": PictureKind(title="Scores depend on distance only", explain=_invariance, draw=draw_invariance),
-    "encodings": PictureKind(
-        title="Comparison with other encodings", explain=_encodings, draw=lambda subject: draw_encodings(subject, None)
+    "rotation": PictureKind(title="Rotating arrows", explain=_rotation, draw=figures.draw_rotation),
+    "angles": PictureKind(title="Angle by pair", explain=_angles, draw=figures.draw_angles),
+    "cos-sin": PictureKind(title="Tables of cos and sin", explain=_cos_sin, draw=figures.draw_cos_sin),
+    "invariance": PictureKind(
+        title="Scores depend on distance only", explain=_invariance, draw=figures.draw_invariance
     ),
-    "decay": PictureKind(title="Scores by distance", explain=_decay, draw=draw_decay),
-    "extrapolation": PictureKind(title="Beyond the trained length", explain=_extrapolation, draw=draw_extrapolation),
-    "scalings": PictureKind(title="Effect of each scaling", explain=_scalings, draw=draw_scalings),
+    "encodings": PictureKind(
+        title="Comparison with other encodings",
+        explain=_encodings,
+        draw=lambda subject: figures.draw_encodings(subject, None),
+    ),
+    "decay": PictureKind(title="Scores by distance", explain=_decay, draw=figures.draw_decay),
+    "extrapolation": PictureKind(
+        title="Beyond the trained length", explain=_extrapolation, draw=figures.draw_extrapolation
+    ),
+    "scalings": PictureKind(title="Effect of each scaling", explain=_scalings, draw=figures.draw_scalings),
     "attention": PictureKind(title="Attention of a real layer", explain=_attention, draw=None),
 }
 
@@ -194,7 +186,7 @@ KINDS: dict[str, PictureKind] = {
 def draw(kind: str, subject: Subject, extras: Extras) -> Figure:
     """Draw one picture of `KINDS`. Raises LoadError and RequestError."""
     if kind == "encodings" and extras.learned is not None:
-        return draw_encodings(subject, read_learned(extras.learned))
+        return figures.draw_encodings(subject, figures.read_learned(extras.learned))
     figure_of = KINDS[kind].draw
     return _draw_attention(subject, extras) if figure_of is None else figure_of(subject)
 
@@ -202,9 +194,9 @@ def draw(kind: str, subject: Subject, extras: Extras) -> Figure:
 def _draw_attention(subject: Subject, extras: Extras) -> Figure:
     if extras.model is None:
         raise LoadError("the attention picture needs a model: give --model")
-    text = extras.text or TEXT
-    tokens, weights = read_pattern(extras.model, text, extras.layer, extras.scaling, extras.load_tokenizer)
-    heads = list(dict.fromkeys(extras.heads)) or choose_heads(weights, 3)
+    text = extras.text or figures.TEXT
+    tokens, weights = figures.read_pattern(extras.model, text, extras.layer, extras.scaling, extras.load_tokenizer)
+    heads = list(dict.fromkeys(extras.heads)) or figures.choose_heads(weights, 3)
     if len(heads) > 5 or not all(0 <= head < len(weights) for head in heads):
         raise LoadError(f"--head: up to 5 of the heads 0 to {len(weights) - 1} of this layer")
-    return draw_attention(subject.name, extras.layer, tokens, weights, heads)
+    return figures.draw_attention(subject.name, extras.layer, tokens, weights, heads)

@@ -18,13 +18,23 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.lab import encoding_formulas
 from windlass.lab.encoding_formulas import Numbers
 from windlass.lab.gallery_subject import Subject
-from windlass.lab.plotting import BEYOND, COLOURS, DASHES, HIGHEST, TRAINED, literal, new_figure, style_axes, thousands
+from windlass.lab.plotting import (
+    BEYOND,
+    COLOURS,
+    DASHES,
+    HIGHEST,
+    TRAINED,
+    literal,
+    mark_position,
+    new_figure,
+    style_axes,
+    thousands,
+)
 from windlass.lab.sweep_texts import Encoder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 
 _POSITIONS = 8
@@ -34,7 +44,7 @@ _MIN_LABEL_ANGLE = 0.22  # smallest angle between two labels, in radians
 
 def draw_rotation(subject: Subject) -> Figure:
     """One unit vector in up to four of the planes, at positions 0 to 7."""
-    figure = new_figure(f"Each pair of numbers is an arrow that rotates with the position ({subject.name})", (10, 3.35))
+    figure = new_figure((10, 3.35), f"Each pair of numbers is an arrow that rotates with the position ({subject.name})")
     frequencies = subject.frequencies()
     chosen = sorted({min(subject.pairs - 1, subject.pairs * step // 16) for step in (0, 2, 4, 8)})
     for axes, pair in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
@@ -44,9 +54,10 @@ def draw_rotation(subject: Subject) -> Figure:
 
 def _arrows(axes: Axes, frequency: float, pair: int) -> None:
     from matplotlib import colormaps
+    from matplotlib.patches import Circle
 
     colours = colormaps["viridis"](np.linspace(0.0, 0.85, _POSITIONS))
-    axes.add_patch(_circle())
+    axes.add_patch(Circle((0, 0), 1.0, fill=False, color="#bbbbbb", linewidth=1))
     labels = _labels(frequency)
     for position in range(_POSITIONS):
         x, y = encoding_formulas.rotated(np.array([1.0, 0.0]), position, np.array([frequency]))
@@ -78,17 +89,11 @@ def _labels(frequency: float) -> dict[int, str]:
     return {position: str(position) for position in labelled}
 
 
-def _circle() -> Patch:
-    from matplotlib.patches import Circle
-
-    return Circle((0, 0), 1.0, fill=False, color="#bbbbbb", linewidth=1)
-
-
 def draw_angles(subject: Subject) -> Figure:
     """Angle by pair for positions 1 to 7, on a plain scale and on a logarithmic one."""
     from matplotlib import colormaps
 
-    figure = new_figure(f"Angle by pair at positions 1 to 7 ({subject.name})", (10, 4))
+    figure = new_figure((10, 4), f"Angle by pair at positions 1 to 7 ({subject.name})")
     left, right = figure.subplots(1, 2)
     frequencies = subject.frequencies()
     pairs = np.arange(subject.pairs)
@@ -111,7 +116,7 @@ def draw_angles(subject: Subject) -> Figure:
 
 def draw_cos_sin(subject: Subject) -> Figure:
     """Heat maps of cos and sin, positions down, pairs across."""
-    figure = new_figure(f"cos and sin of every position and pair ({subject.name})", (10, 4.4))
+    figure = new_figure((10, 4.4), f"cos and sin of every position and pair ({subject.name})")
     rows = min(256, subject.length)
     turning = curves.angles(np.arange(float(rows)), subject.frequencies())
     panels = figure.subplots(1, 2, sharey=True)
@@ -126,7 +131,7 @@ def draw_cos_sin(subject: Subject) -> Figure:
 
 def draw_invariance(subject: Subject) -> Figure:
     """Scores of one query and one key at all pairs of positions, and the error of a score at high positions."""
-    figure = new_figure(f"Scores depend on distance only ({subject.name})", (10, 4.2))
+    figure = new_figure((10, 4.2), f"Scores depend on distance only ({subject.name})")
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1, 1.35]})
     frequencies = subject.frequencies()
     q, k = np.random.default_rng(5).standard_normal((2, 2 * subject.pairs))
@@ -164,7 +169,7 @@ def draw_invariance(subject: Subject) -> Figure:
 
 def draw_decay(subject: Subject) -> Figure:
     """Scores by distance, and their bound."""
-    figure = new_figure(f"Scores by distance ({subject.name})", (10, 4.2))
+    figure = new_figure((10, 4.2), f"Scores by distance ({subject.name})")
     left, right = figure.subplots(1, 2)
     frequencies = subject.frequencies()
     near = np.arange(0.0, min(513, subject.length))
@@ -193,10 +198,10 @@ def draw_decay(subject: Subject) -> Figure:
     )
     left.axhline(0, color="#999999", linewidth=0.6)
     left.legend(fontsize=8, frameon=False)
-    far = _log_places(subject.length)
+    far = np.unique(np.geomspace(1, subject.length, 1500).round())
     right.plot(far, curves.mean_cosine(far, frequencies), color=COLOURS[1], linewidth=0.8)
     right.plot(far, _bound_shape(far, frequencies), color=COLOURS[2], dashes=DASHES[1])
-    _trained(right, subject)
+    mark_position(right, subject.base.trained_len, "trained length", TRAINED, linewidth=1, linestyle="--")
     right.set_xscale("log")
     right.axhline(0, color="#999999", linewidth=0.6)
     thousands(right)
@@ -207,9 +212,9 @@ def draw_decay(subject: Subject) -> Figure:
 def draw_scalings(subject: Subject) -> Figure:
     """Wavelengths by pair, and scores by distance, under each scaling."""
     title = f"{subject.base.trained_len:,} trained, {subject.length:,} needed: effect of each scaling ({subject.name})"
-    figure = new_figure(title, (10, 4.8))
+    figure = new_figure((10, 4.8), title)
     left, right = figure.subplots(1, 2)
-    far = _smooth_places(subject.length)
+    far = np.geomspace(1, subject.length, 160)
     for index, (label, scaling) in enumerate(subject.compared):
         style = _style(index)
         frequencies = subject.frequencies(scaling)
@@ -227,7 +232,7 @@ def draw_scalings(subject: Subject) -> Figure:
     style_axes(left, x="pair", y="tokens per turn (logarithmic)", title="pairs that rotate more slowly")
     right.set_xscale("log")
     thousands(right)
-    _trained(right, subject)
+    mark_position(right, subject.base.trained_len, "trained length", TRAINED, linewidth=1, linestyle="--")
     style_axes(
         right,
         x="distance in tokens (logarithmic)",
@@ -241,43 +246,26 @@ def draw_scalings(subject: Subject) -> Figure:
 def draw_extrapolation(subject: Subject) -> Figure:
     """Angles seen in training, and those that a longer text needs."""
     title = f"Trained on {subject.base.trained_len:,} tokens, read to {subject.length:,} ({subject.name})"
-    figure = new_figure(title, (10, 4.8))
+    figure = new_figure((10, 4.8), title)
     left, right = figure.subplots(1, 2)
     own = subject.frequencies(subject.compared[0][1])
     pairs = np.arange(subject.pairs)
     seen = np.maximum(subject.base.trained_len * own / (2 * math.pi), 1e-9)
     needed = np.maximum(subject.length * own / (2 * math.pi), 1e-9)
-    full_turn = np.ones_like(seen)
-    left.fill_between(
-        pairs,
-        1e-9,
-        np.minimum(seen, full_turn),
-        color=TRAINED,
-        alpha=0.35,
-        linewidth=0,
-        label="angles seen in training",
-    )
-    new = np.minimum(needed, full_turn)
-    left.fill_between(
-        pairs,
-        np.minimum(seen, full_turn),
-        new,
-        color=BEYOND,
-        alpha=0.45,
-        linewidth=0,
-        hatch="//",
-        label="angles never seen",
-    )
+    known, reached = np.minimum(seen, 1.0), np.minimum(needed, 1.0)
+    trained = {"color": TRAINED, "alpha": 0.35, "label": "angles seen in training"}
+    left.fill_between(pairs, 1e-9, known, linewidth=0, **trained)
+    new = {"color": BEYOND, "alpha": 0.45, "hatch": "//", "label": "angles never seen"}
+    left.fill_between(pairs, known, reached, linewidth=0, **new)
     left.set_ylim(0, 1)
     left.set_xlim(0, subject.pairs - 1)
     style_axes(left, x="pair", y="share of the circle", title="unscaled: slow pairs reach new angles")
     left.legend(fontsize=9, loc="lower left")
-    known = int((seen >= 1).sum())
     for index, (label, scaling) in enumerate(subject.compared):
         reach = subject.length * subject.frequencies(scaling) / (subject.base.trained_len * own)
         right.plot(pairs, reach, label=label, **_style(index))
     right.axhline(1, color=TRAINED, linewidth=1, linestyle=":")
-    right.axvspan(0, known - 0.5, color=TRAINED, alpha=0.2, linewidth=0)
+    right.axvspan(0, int((seen >= 1).sum()) - 0.5, color=TRAINED, alpha=0.2, linewidth=0)
     right.annotate("entire circle trained:\nany angle is known", (0.03, 0.06), xycoords="axes fraction", fontsize=9)
     right.set_xlim(0, subject.pairs - 1)
     right.set_yscale("log")
@@ -296,31 +284,9 @@ def _style(index: int) -> dict[str, object]:
     return style
 
 
-def _trained(axes: Axes, subject: Subject) -> None:
-    axes.axvline(subject.base.trained_len, color=TRAINED, linewidth=1, linestyle="--")
-    axes.annotate(
-        "trained length",
-        (subject.base.trained_len, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -8),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=TRAINED,
-    )
-
-
 def _bound_shape(distances: Numbers, frequencies: Numbers) -> Numbers:
     """The bound divided by its value at distance 0, as it is usually plotted."""
     return curves.decay_bound(distances, frequencies) / ((len(frequencies) + 1) / 2)
-
-
-def _log_places(length: int) -> Numbers:
-    return np.unique(np.geomspace(1, length, 1500).round())
-
-
-def _smooth_places(length: int) -> Numbers:
-    return np.geomspace(1, length, 160)
 
 
 def _smoothed(places: Numbers, frequencies: Numbers) -> Numbers:
@@ -336,7 +302,7 @@ _TABLES = ("wpe.weight", "transformer.wpe.weight", "model.embed_positions.weight
 
 def draw_encodings(subject: Subject, learned: Numbers | None) -> Figure:
     """Upper row: the data of a model; lower row: its effect on two positions. learned: a table [P, dim], else random."""
-    figure = new_figure(f"Five position encodings ({subject.name})", (11, 5))
+    figure = new_figure((11, 5), f"Five position encodings ({subject.name})")
     panels = figure.subplots(2, 5)
     rng = np.random.default_rng(3)
     rows, dim = np.arange(float(ROWS)), 2 * subject.pairs
@@ -445,7 +411,7 @@ def choose_heads(weights: Numbers, count: int) -> list[int]:
 
 def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, heads: list[int]) -> Figure:
     """A heat map per head, and their mean weight by distance."""
-    figure = new_figure(f"Layer {layer} of {name}: what heads attend to", (12, 4.3))
+    figure = new_figure((12, 4.3), f"Layer {layer} of {name}: what heads attend to")
     panels = figure.subplots(1, len(heads) + 1, squeeze=False, width_ratios=[*[1] * len(heads), 0.9])[0]
     for axes, head in zip(panels, heads, strict=False):
         image = axes.imshow(np.sqrt(weights[head]), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")

@@ -99,28 +99,16 @@ def usual_scalings(base: RotaryBase, length: int) -> list[tuple[str, RopeScaling
     factor = max(length / base.trained_len, 1.0)
     pairs = base.rotary_dim // 2
     rising = [1 + (factor - 1) * j / max(pairs - 1, 1) for j in range(pairs)]
+    trained = {"original_max_position_embeddings": base.trained_len}
+    bands = {"low_freq_factor": 1, "high_freq_factor": 4}
     given: list[tuple[str, dict[str, object]]] = [
         ("PI (linear)", {"rope_type": "linear", "factor": factor}),
         ("NTK-aware", {"rope_type": "ntk", "factor": factor}),
         ("YaRN", {"rope_type": "yarn", "factor": factor}),
-        (
-            "Llama 3",
-            {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1,
-                "high_freq_factor": 4,
-                "original_max_position_embeddings": base.trained_len,
-            },
-        ),
+        ("Llama 3", {"rope_type": "llama3", "factor": factor, **bands, **trained}),
         (
             "LongRoPE (even divisors)",
-            {
-                "rope_type": "longrope",
-                "short_factor": rising,
-                "long_factor": rising,
-                "original_max_position_embeddings": base.trained_len,
-            },
+            {"rope_type": "longrope", "short_factor": rising, "long_factor": rising, **trained},
         ),
     ]
     return [(label, RopeScaling.from_dict(fields)) for label, fields in given]

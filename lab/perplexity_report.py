@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from windlass.lab.perplexity_results import CONFIDENCE, TOLERANCE, Recommendation, ScalingSweep
+from windlass.lab.candidates import Candidate
+from windlass.lab.perplexity_results import CONFIDENCE, TOLERANCE, Curve, Recommendation, ScalingSweep
 
+C = TypeVar("C", bound=Candidate)
+Mark = Literal["", "chosen", "reference"]
 _REFERENCES = ("cut", "window")  # kinds for comparison, never recommended
 
 
@@ -24,7 +28,7 @@ class TableRow:
     """Cells of a row. mark: the recommended row, or a reference."""
 
     cells: tuple[str, ...]
-    mark: Literal["", "chosen", "reference"]
+    mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +39,32 @@ class Table:
     rows: tuple[TableRow, ...]
 
 
+def candidate_table(
+    heads: Sequence[str],
+    candidates: Iterable[C],
+    cells: Callable[[C], Iterable[str]],
+    chosen: str | None,
+    references: Collection[str] = ("cut",),
+) -> Table:
+    """A row per candidate: its name and `cells`. chosen: name of the recommended one. references: kinds for comparison only."""
+    rows = []
+    for candidate in candidates:
+        mark: Mark = "reference" if candidate.kind in references else ""
+        row = (candidate.name, *cells(candidate))
+        rows.append(TableRow(row, "chosen" if candidate.name == chosen else mark))
+    return Table(tuple(heads), tuple(rows))
+
+
 def make_table(result: ScalingSweep, chosen: str) -> Table:
     """Perplexity of every curve in every range, and the length up to which it holds."""
-    rows = []
-    for curve in result.curves:
-        cells = [curve.name]
+
+    def cells(curve: Curve) -> Iterator[str]:
         for low, high in result.ranges.values():
-            value = result.perplexity(curve, low, high)
-            cells.append("" if value != value else f"{value:,.1f}" if value < 1e4 else f"{value:.2g}")
+            yield format_perplexity(result.perplexity(curve, low, high), 1)
         holds = result.holds_to(curve)
-        cells.append("" if curve.kind == "cut" or holds is None else f"{holds:,}" if holds else "nowhere")
-        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
-        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
-    return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
+        yield "" if curve.kind == "cut" or holds is None else f"{holds:,}" if holds else "nowhere"
+
+    return candidate_table(("scaling", *result.ranges, "holds to"), result.curves, cells, chosen, _REFERENCES)
 
 
 def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
@@ -55,20 +72,22 @@ def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
     plain = next((curve for curve in result.curves if curve.kind == "none"), None)
     if plain is None or len(result.units) < 2:
         return None
-    rows = []
-    for curve in result.curves:
-        if curve is plain:
-            continue
-        cells = [curve.name]
+
+    def cells(curve: Curve) -> Iterator[str]:
         for low, high in result.ranges.values():
             mean, interval = result.difference(curve, plain, low, high)
             if interval is None:
-                cells.append("")
+                yield ""
             else:
-                cells.append(f"{_percent(mean)} ({_percent(interval.low)} to {_percent(interval.high)})")
-        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
-        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
-    return Table(("against no scaling, %", *result.ranges), tuple(rows))
+                yield f"{_percent(mean)} ({_percent(interval.low)} to {_percent(interval.high)})"
+
+    others = [curve for curve in result.curves if curve is not plain]
+    return candidate_table(("against no scaling, %", *result.ranges), others, cells, chosen, _REFERENCES)
+
+
+def format_perplexity(value: float, digits: int) -> str:
+    """`digits` decimals, or two significant digits from 10,000 on; empty for NaN."""
+    return "" if math.isnan(value) else f"{value:,.{digits}f}" if value < 1e4 else f"{value:.2g}"
 
 
 def _percent(nats: float) -> str:

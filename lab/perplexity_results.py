@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.clients.loadtest.intervals import Interval, mean_interval
-from windlass.lab.candidates import Candidate, request_fields, serve_command
+from windlass.lab.candidates import SweepCandidate, serve_command
 from windlass.lab.sweep_texts import SweptText
 
 CONFIDENCE = 0.95
@@ -31,7 +31,7 @@ _MAX_BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve(Candidate):
+class Curve(SweepCandidate):
     """A measured candidate. longest: the length that `frozen` was planned for, None under other policies.
 
     nll: negative log-likelihood of the next token in nats, [windows, rows], NaN for rows that were not read.
@@ -275,7 +275,7 @@ def recommend(result: ScalingSweep) -> Recommendation:
     close = [curve for curve in ranked if result.loss(curve, 0, target) <= best + _CLOSE]
     chosen = min(close, key=lambda curve: (curve.kind != "none", _COST[curve.policy], result.loss(curve, 0, target)))
     others = [curve for curve in ranked if curve is not chosen]
-    fields = {} if chosen.kind == "none" else request_fields(chosen)
+    fields = {} if chosen.kind == "none" else chosen.body()
     return Recommendation(
         curve=chosen.name,
         target_len=target,

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.clients.terminal import LoadingDisplay, print_status
+from windlass.clients.terminal import print_status
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.rope_scaling import RopeScaling, original_len
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, original_len
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES
 from windlass.lab.candidates import (
-    Candidate,
+    SweepCandidate,
     chosen_candidates,
     factor_of,
     frozen_candidates,
@@ -77,56 +77,51 @@ class PerplexityRunner:
         self.rows = len(windows[0].ids) - 1
         self._announced: set[tuple[str, int]] = set()
 
-    def announce(self, candidates: Sequence[Candidate]) -> None:
+    def announce(self, candidates: Sequence[SweepCandidate]) -> None:
         """Announce the passes of candidates, without known ones and those that an equal plan computes."""
         for candidate in candidates:
             plan, end = self._span(candidate)
             for window in self.windows:
                 key = self._key(window, self._plan_key(plan, candidate.context))
-                if (key, end) not in self._announced and self._result_log.find(key, end) is None:
+                if (key, end) not in self._announced and self._result_log.find_rows(key, end) is None:
                     self._announced.add((key, end))
                     self._progress.expect(self.scorer.work(plan, range(end)))
 
-    def is_known(self, candidate: Candidate) -> bool:
-        """Whether the result log holds every window under this candidate."""
-        plan, end = self._span(candidate)
-        keys = [self._key(window, self._plan_key(plan, candidate.context)) for window in self.windows]
-        return all(self._result_log.find(key, end) is not None for key in keys)
-
-    def is_cut_logged(self) -> bool:
-        return all(self._result_log.find(self._cut_key(window), self.rows) is not None for window in self.windows)
-
     def announce_cut(self) -> None:
         for window in self.windows:
-            if self._result_log.find(self._cut_key(window), self.rows) is None:
+            if self._result_log.find_rows(self._cut_key(window), self.rows) is None:
                 self._progress.expect(sum(len(ids) - 1 for _, _, ids in self._pieces(window)))
 
-    def announce_exact(self, candidate: Candidate, samples: int) -> None:
+    def announce_exact(self, candidate: SweepCandidate, samples: int) -> None:
         plan = self.plan(replace(candidate, policy="recompute"), self.rows, exact=True)
         for index in range(len(self.windows)):
             self._progress.expect(self.scorer.work(plan, self._sampled(samples, index)))
 
-    def __call__(self, candidate: Candidate) -> Curve:
+    def __call__(self, candidate: SweepCandidate) -> Curve:
         plan, end = self._span(candidate)
         nll = np.full((len(self.windows), self.rows), np.nan)
         for index, window in enumerate(self.windows):
             key = self._key(window, self._plan_key(plan, candidate.context))
-            known = self._result_log.find(key, end)
+            known = self._result_log.find_rows(key, end)
             if known is None:
-                self._progress.begin(f"{candidate.name}: {self._place(window)}")
-                ids = window.ids[: end + 1]
-                read = self.scorer.logprobs(ids, plan, context=candidate.context, computed=self._progress.computed)
-                known = -read.double().numpy()
+                known = self._losses(candidate.name, window, window.ids[: end + 1], plan, context=candidate.context)
                 self._finish(key, known, candidate.name, window)
             nll[index, :end] = known
-        measured = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
+        measured = {field.name: getattr(candidate, field.name) for field in fields(SweepCandidate)}
         return Curve(**measured | {"longest": candidate.longest if candidate.policy == "frozen" else None}, nll=nll)
+
+    def _losses(
+        self, name: str, window: Window, ids: Sequence[int], plan: RotaryPlan, **more: Any
+    ) -> NDArray[np.float64]:
+        """Losses of a text. name: of the pass, for the progress. more: of `Scorer.logprobs`."""
+        self._progress.begin(f"{name}: {self._place(window)}")
+        return -self.scorer.logprobs(ids, plan, computed=self._progress.computed, **more).double().numpy()
 
     def _finish(self, key: str, nll: NDArray[np.float64], name: str, window: Window) -> None:
         if not np.isfinite(nll).all():
             raise RequestError(f"the model gives no finite numbers under {name}")
         text = self._texts[window.text].name
-        self._result_log.add(key, nll.tolist(), scaling=name, text=text, start=window.start)
+        self._result_log.add(key, nll, scaling=name, text=text, start=window.start, nll=nll.tolist())
         tail = nll[max(0, len(nll) - max(self.trained_len // 2, 1)) :]
         both = [math.exp(min(float(part.mean()), 700.0)) for part in (nll, tail)]
         self._progress.finished(f"{name}: {self._place(window)}: perplexity {both[0]:.2f}, at the end {both[1]:.2f}")
@@ -136,11 +131,10 @@ class PerplexityRunner:
         several = len(text.starts) > 1
         return f"{text.name} from token {window.start:,}" if several else text.name
 
-    def plan(self, candidate: Candidate, longest: int, *, exact: bool = False) -> RotaryPlan:
-        scaling = None if candidate.scaling is None else RopeScaling.from_dict(candidate.scaling)
-        return self.scorer.plan(longest, scaling, candidate.policy, exact=exact)
+    def plan(self, candidate: SweepCandidate, longest: int, *, exact: bool = False) -> RotaryPlan:
+        return self.scorer.plan(longest, candidate.parsed, candidate.policy, exact=exact)
 
-    def _span(self, candidate: Candidate) -> tuple[RotaryPlan, int]:
+    def _span(self, candidate: SweepCandidate) -> tuple[RotaryPlan, int]:
         longest = candidate.longest or self.rows
         return self.plan(candidate, longest), min(longest, self.rows)
 
@@ -175,32 +169,28 @@ class PerplexityRunner:
         plan = self.scorer.plan(self.trained_len, RopeScaling())
         name = "text cut to the trained length"
         for index, window in enumerate(self.windows):
-            known = self._result_log.find(self._cut_key(window), self.rows)
+            known = self._result_log.find_rows(self._cut_key(window), self.rows)
             if known is None:
-                self._progress.begin(f"{name}: {self._place(window)}")
                 known = nll[index].copy()
                 for low, high, piece in self._pieces(window):
                     rows = range(len(piece) - 1 - (high - low), len(piece) - 1)
-                    read = self.scorer.logprobs(piece, plan, rows=rows, computed=self._progress.computed)
-                    known[low:high] = -read.double().numpy()
+                    known[low:high] = self._losses(name, window, piece, plan, rows=rows)
                 self._finish(self._cut_key(window), known, name, window)
             nll[index] = known
         label = f"no scaling, text cut to {half:,}–{self.trained_len:,} tokens"
-        return Curve(name, label, "cut", None, plotted=True, nll=nll)
+        return Curve(name, "cut", None, label=label, plotted=True, nll=nll)
 
     def _sampled(self, samples: int, window: int) -> list[int]:
         return sample_rows(self.trained_len, self.rows, samples, window, len(self.windows))
 
-    def exact(self, candidate: Candidate, policies: Sequence[Curve], samples: int) -> ExactComparison:
+    def exact(self, candidate: SweepCandidate, policies: Sequence[Curve], samples: int) -> ExactComparison:
         """Compare each policy with recomputing for the exact length, at the same sampled rows."""
         plan = self.plan(replace(candidate, policy="recompute"), self.rows, exact=True)
         rows = [self._sampled(samples, index) for index in range(len(self.windows))]
         losses = []
         name = "dynamic, recomputed for the exact length"
         for window, chosen in zip(self.windows, rows, strict=True):
-            self._progress.begin(f"{name}: {self._place(window)}")
-            read = self.scorer.logprobs(window.ids, plan, rows=chosen, computed=self._progress.computed)
-            losses.append(-read.double().numpy())
+            losses.append(self._losses(name, window, window.ids, plan, rows=chosen))
             self._progress.finished(f"{name}: {self._place(window)}")
         exact, sampled = np.stack(losses), np.array(rows)  # [windows, samples]
         above = {str(c.policy): np.take_along_axis(c.nll, sampled, axis=1) - exact for c in policies}
@@ -266,21 +256,10 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
 
     from windlass.lab.scoring import Scorer
 
-    display, progress = LoadingDisplay(), SweepProgress()
-    try:
-        scorer = Scorer.load(
-            options.model,
-            device=options.device,
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            progress=display,
-        )
-        display.stop()
+    scorer = options.load_scorer(Scorer.load)
+    with SweepProgress() as progress:
         runner = PerplexityRunner(scorer, texts, windows, trained, result_log, progress)
-        curves, exact = _measure_all(runner, options, main.scaling, main.base.trained_len, target)
-    finally:
-        display.stop()
-        progress.stop()
+        curves, exact = _measure_all(runner, options, main, target)
     result = ScalingSweep(
         model=options.model_name,
         model_name=display_name(options.model, options.model_name),
@@ -306,10 +285,10 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
 
 
 def _measure_all(
-    runner: PerplexityRunner, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
+    runner: PerplexityRunner, options: SweepOptions, group: RotaryGroup, target: int
 ) -> tuple[list[Curve], ExactComparison | None]:
-    max_len, window = options.max_len, options.attention_window
-    windowed = [] if window is None else [window_sweep_candidate(window, options.attention_sinks)]
+    max_len, own = options.max_len, group.scaling
+    windowed = [] if options.window is None else [window_sweep_candidate(options.window)]
     if options.scalings:
         chosen = chosen_candidates(options.scalings, options.policies or ROPE_UPDATES, max_len, target) + windowed
         runner.announce(chosen)
@@ -321,7 +300,7 @@ def _measure_all(
         return curves, None
     statics = static_candidates(
         trained_len=runner.trained_len,
-        config_trained_len=config_trained_len,
+        config_trained_len=group.base.trained_len,
         max_len=max_len,
         target_len=target,
         own=own,

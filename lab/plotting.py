@@ -83,20 +83,41 @@ TRAINED = "#009E73"
 BEYOND = "#D55E00"
 
 
-def new_figure(title: str, size: tuple[float, float]) -> Figure:
+def new_figure(size: tuple[float, float], title: str = "", *, fontsize: int = 12) -> Figure:
+    """A figure of `size` inches. matplotlib is imported here."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(literal(title), fontsize=12)
+    if title:
+        figure.suptitle(literal(title), fontsize=fontsize)
     return figure
 
 
-def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
-    """Set labels and title; hide the frame at the top and at the right."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_title(title, fontsize=10)
+def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "", ink: str | None = None) -> None:
+    """Set labels and title; hide the frame at the top and at the right. ink: colour of all that remains, None: black."""
+    colour: dict[str, Any] = {} if ink is None else {"color": ink}
+    axes.set_xlabel(x, **colour)
+    axes.set_ylabel(y, **colour)
+    axes.set_title(title, fontsize=10, **colour)
     axes.spines[["top", "right"]].set_visible(False)
+    if ink is not None:
+        axes.tick_params(colors=ink, which="both")
+        axes.spines[["left", "bottom"]].set_color(ink)
+
+
+def mark_position(axes: Axes, position: float, label: str, colour: str, **line: Any) -> None:
+    """A vertical line with a label at its upper end. line: style of matplotlib's `axvline`."""
+    axes.axvline(position, color=colour, **line)
+    axes.annotate(
+        label,
+        (position, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3, -8),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=colour,
+    )
 
 
 def thousands(axes: Axes, which: str = "x") -> None:

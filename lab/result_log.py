@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windlass.engine.errors import LoadError
+
+T = TypeVar("T")
 
 _BEGINNING = b'{"key": "'
 
@@ -25,26 +27,36 @@ def result_key(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-class ResultLog:
-    """JSON lines file of finished work.
+class ResultLog(Generic[T]):
+    """Results of finished passes by key, and their JSON lines file.
 
-    path: None stores nothing. load: called with every object of the file; it raises KeyError, TypeError or ValueError for an
+    path: None stores nothing. parse: the result in an object of the file; it raises KeyError, TypeError or ValueError for an
     object of another form, which becomes a LoadError that names the line.
     """
 
-    def __init__(self, path: Path | None, load: Callable[[Any], None]) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, parse: Callable[[Any], T]) -> None:
+        self._path, self._parse = path, parse
+        self._results: dict[str, T] = {}
         if path is not None and path.exists():
-            self._read(path, load)
+            self._read(path)
 
-    def _read(self, path: Path, load: Callable[[Any], None]) -> None:
+    def find(self, key: str) -> T | None:
+        return self._results.get(key)
+
+    def add(self, key: str, result: T, **entry: Any) -> None:
+        """Store a result, and append the object {"key": key, **entry} to the file. Raises LoadError if that fails."""
+        self._results[key] = result
+        self._append(json.dumps({"key": key, **entry}) + "\n")
+
+    def _read(self, path: Path) -> None:
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except OSError as error:
             raise LoadError(f"cannot read --keep {path}: {error.strerror}") from None
         for number, line in enumerate(lines, 1):
             try:
-                load(json.loads(line))
+                entry = json.loads(line)
+                self._results[str(entry["key"])] = self._parse(entry)
             except (ValueError, TypeError, KeyError, RecursionError):
                 if number == len(lines) and not line.endswith(b"\n") and _is_cut_off(line):
                     # The write was interrupted: the pass is repeated, on a new line.
@@ -54,10 +66,6 @@ class ResultLog:
                     raise LoadError(
                         f"--keep {path}, line {number}, is not a pass of such a sweep: give a file that one wrote, or a new name"
                     ) from None
-
-    def append(self, key: str, **entry: Any) -> None:
-        """Write one object immediately. Raises LoadError if that fails."""
-        self._append(json.dumps({"key": key, **entry}) + "\n")
 
     def _append(self, text: str) -> None:
         if self._path is None:
@@ -83,27 +91,13 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-class PassLog:
-    """Losses of finished passes, stored in the file `path` if there is one."""
+class PassLog(ResultLog[NDArray[np.float64]]):
+    """Losses of the rows of finished passes, stored in the file `path` if there is one."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._entries: dict[str, NDArray[np.float64]] = {}
-        self._lines = ResultLog(path, self._load)
+        super().__init__(path, lambda entry: np.array([float(value) for value in entry["nll"]]))
 
-    def _load(self, entry: Any) -> None:
-        self._remember(str(entry["key"]), np.array([float(value) for value in entry["nll"]]))
-
-    def _remember(self, key: str, nll: NDArray[np.float64]) -> None:
-        known = self._entries.get(key)
-        if known is None or len(known) < len(nll):
-            self._entries[key] = nll
-
-    def find(self, key: str, rows: int) -> NDArray[np.float64] | None:
+    def find_rows(self, key: str, rows: int) -> NDArray[np.float64] | None:
         """Losses of the first `rows` rows, None if they are not known."""
-        known = self._entries.get(key)
+        known = self.find(key)
         return None if known is None or len(known) < rows else known[:rows]
-
-    def add(self, key: str, nll: Sequence[float], *, scaling: str, text: str, start: int) -> None:
-        """Store a pass, also in the file. Raises LoadError if that fails."""
-        self._remember(key, np.asarray(nll, dtype=np.float64))
-        self._lines.append(key, scaling=scaling, text=text, start=start, nll=[float(value) for value in nll])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from windlass.lab.perplexity_report import Table, TableRow, markdown_table, plain_text, render_page
+from windlass.lab.candidates import TaskCandidate
+from windlass.lab.perplexity_report import (
+    Table,
+    candidate_table,
+    format_perplexity,
+    markdown_table,
+    plain_text,
+    render_page,
+)
 from windlass.lab.perplexity_results import CONFIDENCE
 from windlass.lab.retrieval_documents import CHOICES, KEY_TOKENS
-from windlass.lab.retrieval_results import KEY_GAIN, PairedDifference, TaskSweep, Verdict, percent
+from windlass.lab.retrieval_results import KEY_GAIN, METRICS, PairedDifference, TaskSweep, Verdict, percent
 
 
 def tables_of(result: TaskSweep, length: int, chosen: str | None) -> list[tuple[str, Table]]:
@@ -24,90 +32,67 @@ def tables_of(result: TaskSweep, length: int, chosen: str | None) -> list[tuple[
 
 
 def _shares(result: TaskSweep, length: int, chosen: str | None) -> Table:
-    heads = ["scaling", *(f"{task} (of {_asked(result, length, task)})" for task in result.asked_tasks)]
+    with_keys, plain = KEY_TOKENS in result.tasks, result.plain.name
+    heads = ["scaling"]
+    heads += [f"{task} (of {result.share(plain, length, task, 'chosen').total})" for task in result.asked_tasks]
     if result.asked_tasks:
         heads.append("all questions")
-    if KEY_TOKENS in result.tasks:
-        heads.append(f"perplexity of key tokens (of {_keys(result, length)})")
-    rows = []
-    for candidate in result.candidates:
+    if with_keys:
+        heads.append(f"perplexity of key tokens (of {sum(map(len, result.key_losses(plain, length)))})")
+
+    def cells(candidate: TaskCandidate) -> Iterator[str]:
         name = candidate.name
-        cells = [name]
         for task in result.asked_tasks:
-            one, other = (result.share(name, length, task, m) for m in ("chosen", "written"))
-            cells.append(f"{percent(one.value)} ({_ends(one.interval)}), {percent(other.value)}")
+            one, other = (result.share(name, length, task, m) for m in METRICS)
+            ends = "" if one.interval is None else f"{100 * one.interval.low:.0f} to {100 * one.interval.high:.0f}"
+            yield f"{percent(one.value)} ({ends}), {percent(other.value)}"
         if result.asked_tasks:
-            both = [result.overall(name, length, m) for m in ("chosen", "written")]
-            cells.append(", ".join(map(percent, both)))
-        if KEY_TOKENS in result.tasks:
-            value = result.key_perplexity(name, length)
-            cells.append("" if math.isnan(value) else f"{value:,.2f}" if value < 1e4 else f"{value:.2g}")
-        rows.append(_row(cells, name, candidate.kind, chosen))
-    return Table(tuple(heads), tuple(rows))
+            yield ", ".join(percent(result.overall(name, length, m)) for m in METRICS)
+        if with_keys:
+            yield format_perplexity(result.key_perplexity(name, length), 2)
+
+    return candidate_table(heads, result.candidates, cells, chosen)
 
 
 def _differences(result: TaskSweep, length: int, chosen: str | None) -> Table:
+    tasks: list[str | None] = [*result.asked_tasks]
     heads = ["against no scaling, points", *result.asked_tasks]
     if result.asked_tasks:
+        tasks.append(None)
         heads.append("all questions")
     if KEY_TOKENS in result.tasks:
         heads.append("nats a key token")
-    rows = []
-    for candidate in result.candidates:
-        if candidate is result.plain:
-            continue
-        cells = [candidate.name]
+
+    def cells(candidate: TaskCandidate) -> Iterator[str]:
         pair = (result.plain.name, candidate.name, length)
-        tasks: Sequence[str | None] = (*result.asked_tasks, *([None] if result.asked_tasks else []))
-        cells += [_points(result.difference(*pair, task, "chosen")) for task in tasks]
+        for task in tasks:
+            yield _change(result.difference(*pair, task, "chosen"), 100, "+.0f")
         if KEY_TOKENS in result.tasks:
-            cells.append(_nats(result.key_difference(*pair)))
-        rows.append(_row(cells, candidate.name, candidate.kind, chosen))
-    return Table(tuple(heads), tuple(rows))
+            yield _change(result.key_difference(*pair))
+
+    others = [candidate for candidate in result.candidates if candidate is not result.plain]
+    return candidate_table(heads, others, cells, chosen)
 
 
 def _depths(result: TaskSweep, length: int, chosen: str | None) -> Table:
     depths = list(result.by_depth(result.plain.name, length, "needle", "chosen"))
-    rows = []
-    for candidate in result.candidates:
+
+    def cells(candidate: TaskCandidate) -> Iterator[str]:
         shares = result.by_depth(candidate.name, length, "needle", "chosen")
-        cells = [candidate.name, *(f"{shares[depth].hits} of {shares[depth].total}" for depth in depths)]
-        rows.append(_row(cells, candidate.name, candidate.kind, chosen))
-    return Table(("needle at", *(percent(depth) for depth in depths)), tuple(rows))
+        return (f"{shares[depth].hits} of {shares[depth].total}" for depth in depths)
+
+    return candidate_table(("needle at", *map(percent, depths)), result.candidates, cells, chosen)
 
 
-def _row(cells: list[str], name: str, kind: str, chosen: str | None) -> TableRow:
-    return TableRow(tuple(cells), "chosen" if name == chosen else "reference" if kind == "cut" else "")
-
-
-def _asked(result: TaskSweep, length: int, task: str) -> int:
-    return result.share(result.plain.name, length, task, "chosen").total
-
-
-def _keys(result: TaskSweep, length: int) -> int:
-    return sum(len(losses) for losses in result.key_losses(result.plain.name, length))
-
-
-def _points(found: PairedDifference) -> str:
-    if found.interval is None:
-        return f"{100 * found.mean:+.0f}"
-    ends = f"{100 * found.interval.low:+.0f} to {100 * found.interval.high:+.0f}"
-    return f"{100 * found.mean:+.0f} ({ends}){'*' if found.is_certain else ''}"
-
-
-def _nats(found: PairedDifference) -> str:
+def _change(found: PairedDifference, scale: float = 1, form: str = "+.2f") -> str:
+    """Mean and interval, with a star if the difference is certain. scale: applied to each number; form: its format."""
     if math.isnan(found.mean):
         return ""
+    text = f"{scale * found.mean:{form}}"
     if found.interval is None:
-        return f"{found.mean:+.2f}"
-    return (
-        f"{found.mean:+.2f} ({found.interval.low:+.2f} to {found.interval.high:+.2f}){'*' if found.is_certain else ''}"
-    )
-
-
-def _ends(interval: object) -> str:
-    low, high = (getattr(interval, end) for end in ("low", "high"))
-    return f"{100 * low:.0f} to {100 * high:.0f}"
+        return text
+    low, high = scale * found.interval.low, scale * found.interval.high
+    return f"{text} ({low:{form}} to {high:{form}}){'*' if found.is_certain else ''}"
 
 
 def facts(result: TaskSweep) -> str:

@@ -330,7 +330,7 @@ def _overall(result: TaskSweep, chosen: TaskCandidate, length: int) -> str:
     if chosen is plain:
         return text + ": no scaling is needed here."
     other = result.difference(plain.name, chosen.name, length, None, "chosen")
-    return f"{text}, no scaling {percent(result.overall(plain.name, length))} ({_difference_text(other)})."
+    return f"{text}, no scaling {percent(result.overall(plain.name, length))} ({_change_text(other, 'points', 100, '+.0f')})."
 
 
 def _task(result: TaskSweep, task: str, length: int) -> str:
@@ -345,7 +345,8 @@ def _task(result: TaskSweep, task: str, length: int) -> str:
         text += f" ({percent(share.interval.low)} to {percent(share.interval.high)})"
     if best is not plain:
         none = result.share(plain.name, length, task, "chosen")
-        text += f", no scaling {none.hits}: {_difference_text(result.difference(plain.name, best.name, length, task, 'chosen'))}"
+        lead = result.difference(plain.name, best.name, length, task, "chosen")
+        text += f", no scaling {none.hits}: {_change_text(lead, 'points', 100, '+.0f')}"
     apart = [c.name for c in ranked[1:] if result.difference(c.name, best.name, length, task, "chosen").is_certain]
     uncertain = [c.name for c in ranked[1:] if c.name not in apart]
     if not apart:
@@ -363,34 +364,21 @@ def _key_tokens(result: TaskSweep, length: int) -> str:
     text = f"key tokens: {best.name} has the lowest perplexity, {result.key_perplexity(best.name, length):.2f}"
     if best is result.plain:
         return text + "."
-    plain = result.key_perplexity(result.plain.name, length)
-    return (
-        text + f", no scaling {plain:,.2f}: {_nats_text(result.key_difference(result.plain.name, best.name, length))}."
-    )
+    plain = result.plain.name
+    lead = _change_text(result.key_difference(plain, best.name, length), "nats a token")
+    return text + f", no scaling {result.key_perplexity(plain, length):,.2f}: {lead}."
 
 
-def _difference_text(found: PairedDifference) -> str:
-    points = f"{100 * found.mean:+.0f} points"
-    p_value = "" if found.p_value is None else f", p = {_p(found.p_value)}"
-    sure = "certain" if found.is_certain else "not significant"
+def _change_text(found: PairedDifference, unit: str, scale: float = 1, form: str = "+.2f") -> str:
+    """Mean, interval and certainty in words. unit: of the mean times `scale`; form: the format of a number."""
+    p = found.p_value
+    p_text = "" if p is None else f", p = {p:.2f}" if p >= 0.1 else f", p = {p:.2g}"
+    text = f"{scale * found.mean:{form}} {unit}"
     if found.interval is None:
-        return f"{points}{p_value}; too few for an interval"
-    return f"{points}, {_span(found.interval, 100, '.0f')}{p_value}; {sure}"
-
-
-def _nats_text(found: PairedDifference) -> str:
-    nats = f"{found.mean:+.2f} nats a token"
-    if found.interval is None:
-        return f"{nats}; too few for an interval"
-    return f"{nats}, {_span(found.interval, 1, '.2f')}; {'certain' if found.is_certain else 'not significant'}"
-
-
-def _span(interval: Interval, times: float, form: str) -> str:
-    return f"{100 * CONFIDENCE:.0f} % interval {times * interval.low:+{form}} to {times * interval.high:+{form}}"
-
-
-def _p(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+        return f"{text}{p_text}; too few for an interval"
+    low, high = scale * found.interval.low, scale * found.interval.high
+    certainty = "certain" if found.is_certain else "not significant"
+    return f"{text}, {100 * CONFIDENCE:.0f} % interval {low:{form}} to {high:{form}}{p_text}; {certainty}"
 
 
 def percent(value: float) -> str:

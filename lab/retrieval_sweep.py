@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.clients.terminal import LoadingDisplay, print_status
+from windlass.clients.terminal import print_status
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
 from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.interface.context import ContextRule
@@ -37,33 +37,14 @@ _SHORT_SHARE = 8  # long context / short context, for key tokens
 _VERSION = 1  # of the layout of texts; increase it when equal documents are read differently
 
 
-class ReadingLog:
+def reading_log(path: Path | None) -> ResultLog[Reading]:
     """Finished readings, stored in the file `path` if there is one."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._known: dict[str, Reading] = {}
-        self._lines = ResultLog(path, self._load)
-
-    def _load(self, entry: Any) -> None:
+    def parse(entry: Any) -> Reading:
         choices = tuple(tuple(float(value) for value in row) for row in entry["choices"])
-        exact, segment = tuple(bool(value) for value in entry["exact"]), tuple(map(float, entry["segment"]))
-        self._known[str(entry["key"])] = Reading(choices, exact, segment)
+        return Reading(choices, tuple(map(bool, entry["exact"])), tuple(map(float, entry["segment"])))
 
-    def find(self, key: str) -> Reading | None:
-        return self._known.get(key)
-
-    def add(self, key: str, reading: Reading, *, scaling: str, length: int, document: int) -> None:
-        """Store a reading, also in the file. Raises LoadError if that fails."""
-        self._known[key] = reading
-        self._lines.append(
-            key,
-            scaling=scaling,
-            length=length,
-            document=document,
-            choices=[[round(value, 5) for value in row] for row in reading.choices],
-            exact=list(reading.exact),
-            segment=[round(value, 5) for value in reading.segment],
-        )
+    return ResultLog(path, parse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +71,7 @@ class RetrievalRunner:
         scorer: BatchScorer,
         candidates: Sequence[TaskCandidate],
         trained_len: int,
-        result_log: ReadingLog,
+        result_log: ResultLog[Reading],
         progress: SweepProgress,
         *,
         with_segment: bool,
@@ -134,7 +115,6 @@ class RetrievalRunner:
     def _run(self, document: Document, layouts: list[_Layout]) -> None:
         owners = [(layout, index) for layout in layouts for index in range(len(layout.texts))]
         texts = [layout.texts[index] for layout, index in owners]
-        left = {layout.key: len(layout.texts) for layout in layouts}
         entries: dict[str, dict[int, tuple[tuple[float, bool], ...]]] = {layout.key: {} for layout in layouts}
         before = sum(layout.work for layout in layouts)
         done = 0
@@ -147,12 +127,12 @@ class RetrievalRunner:
 
         for place, scored in self._scorer.scores(texts, computed):
             layout, index = owners[place]
-            entries[layout.key][index] = tuple((entry.logprob, entry.rank == 1) for entry in scored)
-            left[layout.key] -= 1
-            if not left[layout.key]:
+            found = entries[layout.key]
+            found[index] = tuple((entry.logprob, entry.rank == 1) for entry in scored)
+            if len(found) == len(layout.texts):
                 if layout is layouts[-1] and before > done:
                     computed(before - done)
-                self._finish(document, layout, [entries[layout.key][i] for i in range(len(layout.texts))])
+                self._finish(document, layout, [entries for _, entries in sorted(found.items())])
 
     def _finish(self, document: Document, layout: _Layout, scored: list[tuple[tuple[float, bool], ...]]) -> None:
         segment: tuple[float, ...] = ()
@@ -164,7 +144,16 @@ class RetrievalRunner:
             choices.append(tuple(sum(logprob for logprob, _ in entries) for entries in own))
             exact.append(all(first for _, first in own[0]))
         reading = Reading(tuple(choices), tuple(exact), segment)
-        self._result_log.add(layout.key, reading, scaling=layout.name, length=document.length, document=document.number)
+        self._result_log.add(
+            layout.key,
+            reading,
+            scaling=layout.name,
+            length=document.length,
+            document=document.number,
+            choices=[[round(value, 5) for value in row] for row in choices],
+            exact=exact,
+            segment=[round(value, 5) for value in segment],
+        )
         right = sum(row[0] == max(row) for row in choices)
         summary = f"{right} of {len(choices)} answers chosen, {sum(exact)} written" if choices else "segment read"
         self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {summary}")
@@ -230,7 +219,7 @@ class TaskOptions(CommonSweepOptions):
 
 def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
     """Names of tasks from `--tasks A,B`, or `all`; raises LoadError, one line."""
-    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
+    names = _split(given)
     if names == ["all"]:
         return ALL_TASKS
     for name in names:
@@ -242,9 +231,14 @@ def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for task in ALL_TASKS if task in names)
 
 
+def _split(given: Sequence[str]) -> list[str]:
+    """The words between commas that are not empty."""
+    return [word.strip() for text in given for word in text.split(",") if word.strip()]
+
+
 def parse_lengths(given: Sequence[str]) -> tuple[int, ...]:
     """Lengths from `--lengths 2048,4096`, ascending; raises LoadError, one line."""
-    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    words = _split(given)
     if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) < 2**31 for word in words):
         raise LoadError("--lengths takes numbers of tokens: write them like 2048,4096")
     return tuple(sorted({int(word) for word in words}))
@@ -268,23 +262,13 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     candidates = _candidates(options, group, trained, max(lengths))
     if any(c.cut_to is not None for c in candidates):
         _check_cut(documents, trained)
-    result_log = ReadingLog(options.keep)
+    result_log = reading_log(options.keep)
 
     from windlass.lab.scoring import BatchScorer
 
-    display, progress = LoadingDisplay(), SweepProgress()
-    try:
-        scorer = BatchScorer.load(
-            options.model,
-            max_model_len=max(lengths),
-            device=options.device,
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            kv_cache_memory=options.kv_cache_memory,
-            progress=display,
-        )
-        display.stop()
-        candidates, refused = _runnable(scorer, candidates, max(lengths))
+    scorer = options.load_scorer(BatchScorer.load, max_model_len=max(lengths), kv_cache_memory=options.kv_cache_memory)
+    candidates, refused = _runnable(scorer, candidates, max(lengths))
+    with SweepProgress() as progress:
         runner = RetrievalRunner(
             scorer, candidates, trained, result_log, progress, with_segment=KEY_TOKENS in options.tasks
         )
@@ -293,9 +277,6 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         for document in documents:
             runner.announce(document)
         readings = [DocumentReadings(document, *runner(document)) for document in documents]
-    finally:
-        display.stop()
-        progress.stop()
     key_judge = next((c for c in candidates if c.kind == "cut"), candidates[0])
     result = TaskSweep(
         model=options.model_name,
@@ -356,8 +337,8 @@ def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest:
         found = chosen_task_candidates(group, options.scalings, options.policies, trained, longest, cut=cut)
     else:
         found = [c for c in task_candidates(group, trained, longest) if cut or c.kind != "cut"]
-    if options.attention_window is not None:
-        found.append(window_candidate(group, options.attention_window, options.attention_sinks))
+    if options.window is not None:
+        found.append(window_candidate(group, options.window))
     return found
 
 

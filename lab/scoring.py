@@ -126,14 +126,6 @@ class Scorer(SingleSequenceRunner):
                 found.append(tuple(entries))
         return found
 
-    def most_likely(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int]) -> list[int]:
-        """The most likely next token at each of the ascending rows."""
-        found: list[int] = []
-        with torch.inference_mode():
-            for _, hidden in self.rows(token_ids, plan, rows, prompt=1):
-                found += self.decoder.logits(hidden).argmax(dim=1).tolist()
-        return found
-
     @staticmethod
     def work(plan: RotaryPlan, rows: Sequence[int]) -> int:
         """Number of tokens that the model computes to score the ascending rows."""

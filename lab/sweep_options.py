@@ -1,4 +1,4 @@
-"""Options that perplexity and retrieval sweeps share, and the output of their reports."""
+"""Parts that perplexity and retrieval sweeps share: options, loading of the model, output of the reports."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from windlass.clients.terminal import check_outputs, write_output
+from windlass.clients.terminal import LoadingDisplay, check_outputs, write_output
+from windlass.engine.interface.context import ContextRule
 from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.lab.sweep_texts import Encoder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,22 @@ class CommonSweepOptions:
     png: Path | None = None
     markdown: Path | None = None
     keep: Path | None = None
+
+    @property
+    def window(self) -> ContextRule | None:
+        """The rule of the candidate with a window."""
+        if self.attention_window is None:
+            return None
+        return ContextRule(attention_window=self.attention_window, attention_sinks=self.attention_sinks)
+
+    def load_scorer(self, load: Callable[..., T], **more: Any) -> T:
+        """Call the `load` of a scorer for the model, with a display of its progress. Raises LoadError."""
+        display = LoadingDisplay()
+        types = {"device": self.device, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
+        try:
+            return load(self.model, **types, progress=display, **more)
+        finally:
+            display.stop()
 
     def check_outputs(self, texts: Sequence[Path]) -> None:
         """Raise CommandError for a file that cannot be written, or that is also one of `texts`."""

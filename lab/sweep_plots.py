@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.rotary.frequencies import wavelength
 from windlass.lab.perplexity_results import Curve, ScalingSweep
-from windlass.lab.plotting import HIGHEST, INK, literal
+from windlass.lab.plotting import HIGHEST, INK, mark_position, new_figure, style_axes
 from windlass.lab.retrieval_documents import CHOICES, KEY_TOKENS
 from windlass.lab.retrieval_results import TaskSweep
 from windlass.lab.scaling_inspection import Inspection
@@ -44,9 +44,8 @@ KIND_DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rota
 
 def draw_inspection(result: Inspection) -> Figure:
     """Wavelengths before and after scaling, and the ratio of frequencies; one row of panels per rotary group."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.9 * len(result.groups) + 0.4), layout="constrained")
+    size = (10, 3.9 * len(result.groups) + 0.4)
+    figure = new_figure(size, f"Rotary frequencies of {result.model}", fontsize=11)
     rows = figure.subplots(len(result.groups), 2, squeeze=False)
     for (left, right), group in zip(rows, result.groups, strict=True):
         pairs = range(len(group.own.inv_freq))
@@ -58,17 +57,13 @@ def draw_inspection(result: Inspection) -> Figure:
         left.axhline(group.trained_len, color=KIND_COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
         if result.length != group.trained_len:
             left.axhline(result.length, color=KIND_COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
-        left.set_ylabel("tokens per turn")
         left.legend(fontsize=8, frameon=False)
         ratio = [_drawn(a / b if b else None) for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
         right.plot(pairs, ratio, "s-", color=KIND_COLOURS["frozen"], markersize=3, linewidth=1)
-        right.set_ylabel("turns slower by this factor")
-        for axes in (left, right):
-            axes.set_xlabel("pair")
-            axes.spines[["top", "right"]].set_visible(False)
-        left.set_title(f"{group.name}: {group.rope_type} at {result.length:,} tokens", fontsize=10)
-        right.set_title(f"attention factor {group.scaled.rotary_scale:.4g}", fontsize=10)
-    figure.suptitle(literal(f"Rotary frequencies of {result.model}"), fontsize=11)
+        title = f"{group.name}: {group.rope_type} at {result.length:,} tokens"
+        style_axes(left, x="pair", y="tokens per turn", title=title)
+        factor = f"attention factor {group.scaled.rotary_scale:.4g}"
+        style_axes(right, x="pair", y="turns slower by this factor", title=factor)
     return figure
 
 
@@ -79,9 +74,7 @@ def _drawn(value: float | None) -> float:
 
 def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
     """Perplexity by position: one line per plotted curve, and marks at the trained length times powers of two."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    figure = new_figure((10, 6.2))
     axes = figure.subplots()
     middles = [(low + high) / 2 for low, high in result.buckets]
     seen: dict[str, int] = {}
@@ -106,28 +99,13 @@ def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
         )
     multiple = result.trained_len
     while multiple <= result.max_len:
-        axes.axvline(multiple, color=ink, linewidth=0.8, alpha=0.35, linestyle=":")
         label = "trained length" if multiple == result.trained_len else f"{multiple // result.trained_len}×"
-        axes.annotate(
-            label,
-            (multiple, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-3, -8),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=ink,
-        )
+        mark_position(axes, multiple, label, ink, linewidth=0.8, alpha=0.35, linestyle=":")
         multiple *= 2
     axes.set_yscale("log")
     axes.set_xlim(0, result.max_len)
     _ticks(axes)
-    axes.set_xlabel("position (tokens read)", color=ink)
-    axes.set_ylabel("perplexity (log scale)", color=ink)
-    axes.tick_params(colors=ink, which="both")
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(ink)
+    style_axes(axes, x="position (tokens read)", y="perplexity (log scale)", ink=ink)
     figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3, labelcolor=ink)
     return figure
 
@@ -153,10 +131,8 @@ def _ticks(axes: Axes) -> None:
 
 def draw_tasks(result: TaskSweep, ink: str = INK) -> Figure:
     """One panel per task, two per row; key tokens by perplexity."""
-    from matplotlib.figure import Figure
-
     rows = -(-len(result.tasks) // 2)
-    figure = Figure(figsize=(10, 3.3 * rows + 1.1), layout="constrained")
+    figure = new_figure((10, 3.3 * rows + 1.1))
     panels = figure.subplots(rows, 2, squeeze=False).flatten()
     for axes in panels[len(result.tasks) :]:
         axes.set_visible(False)
@@ -184,15 +160,9 @@ def _panel(axes: Axes, result: TaskSweep, task: str, ink: str) -> None:
         axes.plot(offsets, heights, "o-", color=colour, markersize=3, linewidth=1.3, label=candidate.name, **style)  # type: ignore[arg-type]
     if keys:
         axes.set_yscale("log")
-        axes.set_ylabel("perplexity (log scale)", color=ink)
     else:
         axes.axhline(100 / CHOICES, color=ink, linewidth=0.8, alpha=0.35, linestyle=":")
         axes.set_ylim(-3, 103)
-        axes.set_ylabel("right answers chosen, %", color=ink)
-    axes.set_title(task, fontsize=10, color=ink)
     axes.set_xticks(list(places), [f"{length:,}" for length in result.lengths])
-    axes.set_xlabel("tokens", color=ink)
-    axes.tick_params(colors=ink, which="both")
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(ink)
+    label = "perplexity (log scale)" if keys else "right answers chosen, %"
+    style_axes(axes, x="tokens", y=label, title=task, ink=ink)

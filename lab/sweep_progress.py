@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from windlass.clients.terminal import print_status
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SweepProgress:
-    """Progress in tokens computed by the model. `stop` removes the bar and may be called twice."""
+    """Progress in tokens computed by the model: a context manager that removes the bar at its end."""
 
     def __init__(self, terminal: bool | None = None) -> None:
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
@@ -25,12 +25,19 @@ class SweepProgress:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
     def expect(self, tokens: int, passes: int = 1) -> None:
         """Add expected work; negative values remove work that is known already."""
         self._total += tokens
         self._passes += passes
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=self._total)
+        self._update()
 
     def begin(self, label: str) -> None:
         """Report that a pass starts."""
@@ -39,14 +46,12 @@ class SweepProgress:
         if self._progress is None:
             self._began = time.monotonic()
             self._start()
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=label)
+        self._update(description=label)
 
     def computed(self, tokens: int) -> None:
         """Report computed tokens."""
         self._done += tokens
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done)
+        self._update()
 
     def finished(self, line: str) -> None:
         """Report that a pass has finished. line: its result."""
@@ -63,6 +68,10 @@ class SweepProgress:
             return ""
         seconds = (time.monotonic() - self._began) * left / self._done
         return f", about {duration(seconds)} to go"
+
+    def _update(self, **more: str) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=self._total, completed=self._done, **more)  # type: ignore[arg-type]
 
     def _start(self) -> None:
         from rich.console import Console
@@ -86,11 +95,6 @@ class SweepProgress:
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task("", total=self._total)
         self._progress.start()
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
 
 
 def duration(seconds: float) -> str:

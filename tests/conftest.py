@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from helpers.real_server import RealServer
 
 # Long files start first, so that no process is left alone with one at the end.
-_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
+_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_simulation.py"})
 
 # `make test` runs these folders, apart from tests marked slow or soak. Triton's interpreter is slow.
 _TESTS = Path(__file__).parent
@@ -109,8 +109,13 @@ def shared() -> Iterator[Live]:
 @pytest.fixture
 def live(shared: Live) -> Live:
     """The shared server, with its engine reset."""
-    shared.engine.reset()
+    shared.reset()
     return shared
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

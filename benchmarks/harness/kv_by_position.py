@@ -22,7 +22,7 @@ from harness.long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.lab.candidates import Candidate
+from windlass.lab.candidates import SweepCandidate
 from windlass.lab.perplexity_sweep import PerplexityRunner
 from windlass.lab.result_log import PassLog
 from windlass.lab.scoring import Scorer
@@ -38,17 +38,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     scaling = json.loads(options.scaling)
     RopeScaling.from_dict(scaling)
-    kept, progress = PassLog(options.keep), SweepProgress()
-    losses = {}
-    try:
+    kept, losses = PassLog(options.keep), {}
+    with SweepProgress() as progress:
         for dtype in ("float32", *options.dtypes):
             scorer = Scorer.load(options.model, device="cpu", dtype="float32", kv_cache_dtype=dtype)
             measured = PerplexityRunner(scorer, texts, windows, options.stretch, kept, progress)
-            candidate = Candidate(f"{dtype} cache", dtype, "other", scaling)
+            candidate = SweepCandidate(f"{dtype} cache", "other", scaling, label=dtype)
             measured.announce([candidate])
             losses[dtype] = measured(candidate).nll  # [texts, rows]
-    finally:
-        progress.stop()
     ends = [*range(0, options.max_len, options.stretch), options.max_len]
     spans = [*pairwise(ends), (0, options.max_len)]
     rows = []

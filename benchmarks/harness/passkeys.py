@@ -96,8 +96,9 @@ def ask(scorer: Scorer, ids: list[int], questions: list[Question], scaling: dict
     """Whether all digits of each question are the most likely tokens."""
     plan = scorer.plan(len(ids), RopeScaling.from_dict(scaling), "frozen")
     rows = {q.position + i - 1: token for q in questions for i, token in enumerate(q.answer)}
-    right = scorer.most_likely(ids, plan, rows=sorted(rows))
-    best = dict(zip(sorted(rows), right, strict=True))
+    best: dict[int, int] = {}
+    for places, hidden in scorer.rows(ids, plan, sorted(rows), prompt=1):
+        best |= zip(places, scorer.decoder.logits(hidden).argmax(dim=1).tolist(), strict=True)
     return [all(best[q.position + i - 1] == token for i, token in enumerate(q.answer)) for q in questions]
 
 
@@ -105,12 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.from_directory(options.model)
     scorer = Scorer.load(options.model, device="cpu", dtype="float32")
     scalings = [{"rope_type": "default"}, *map(json.loads, options.scaling)]
-    known: dict[str, list[bool]] = {}
-
-    def take(entry: Any) -> None:
-        known[str(entry["key"])] = [bool(right) for right in entry["found"]]
-
-    kept = ResultLog(options.keep, take)
+    kept = ResultLog(options.keep, lambda entry: [bool(right) for right in entry["found"]])
     found = []
     for index, file in enumerate(find_files(options.text)):
         ids, questions = hide(
@@ -120,11 +116,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit(f"{file} is shorter than {options.max_len} tokens")
         for scaling in scalings:
             key = result_key(scorer.identity, ids, [question.position for question in questions], scaling)
-            if key not in known:
+            answers = kept.find(key)
+            if answers is None:
                 with torch.inference_mode():
-                    known[key] = ask(scorer, ids, questions, scaling)
-                kept.append(key, text=file.name, scaling=scaling, found=known[key])
-            answers = known[key]
+                    answers = ask(scorer, ids, questions, scaling)
+                kept.add(key, answers, text=file.name, scaling=scaling, found=answers)
             print(f"{file.name}, {json.dumps(scaling)}: {sum(answers)} of {len(answers)}", flush=True)
             found += [
                 {"text": file.name, "scaling": scaling, "position": q.position, "distance": q.distance, "found": right}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import signal
 import sys
@@ -36,7 +35,7 @@ from windlass.clients.terminal import (
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.load_plan import LoadPlan
-    from windlass.clients.loadtest.results import Judgement, NamedRun, ResultFile, RunResult, SweepResult
+    from windlass.clients.loadtest.results import Judgement, NamedRun, RunResult, SweepResult
 
 _PROGRAM = "windlass-bench"
 _SIDE_SEPARATOR = "\0"  # between the files of both sides, since no file has this name
@@ -203,35 +202,38 @@ def report(
 ) -> None:
     """Write one HTML page of a run, of a sweep, or of several runs to compare."""
     from windlass.clients.loadtest.report import write_html
-    from windlass.clients.loadtest.results import unique_names
+    from windlass.clients.loadtest.results import SweepResult, unique_names
 
     if name and len(name) != len(files):
         raise CommandError(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or omit it"
         )
     names = unique_names(name or [path.stem for path in files])
-    contents = [_named(_read(path), text, alone=len(files) == 1) for path, text in zip(files, names, strict=True)]
+    contents = [_read(path) for path in files]
     heading = title or (f"Load test: {names[0]}" if len(files) == 1 else "Load tests")
+    results: SweepResult | list[NamedRun]
+    if len(files) == 1 and isinstance(contents[0], SweepResult):
+        results = contents[0]
+    else:
+        results = [run for content, text in zip(contents, names, strict=True) for run in _named(content, text)]
     try:
-        write_html(
-            contents[0] if len(files) == 1 else [run for each in contents for run in each.runs], html, title=heading
-        )
+        write_html(results, html, title=heading)
     except OSError as error:
         raise CommandError(f"cannot write {html}: {error.strerror or error}") from None
     print(f"wrote {html}")
 
 
-def _named(content: ResultFile, name: str, alone: bool) -> ResultFile:
-    """The content under its name on the page. Next to other files, a sweep is a series with its name before each rate."""
-    if not content.sweep:
-        return dataclasses.replace(content, runs=(dataclasses.replace(content.runs[0], name=name),))
-    if alone:
-        return content
-    runs = [dataclasses.replace(run, name=f"{name}, {run.name}", series=name) for run in content.runs]
-    return dataclasses.replace(content, runs=tuple(runs))
+def _named(content: RunResult | SweepResult, name: str) -> list[NamedRun]:
+    """The runs of a file under its name on the page. A sweep is a series with this name before each rate."""
+    from windlass.clients.loadtest.results import NamedRun, RunResult, name_runs
+
+    if isinstance(content, RunResult):
+        return [NamedRun(name=name, result=content)]
+    runs = name_runs(content.runs)
+    return [NamedRun(name=f"{name}, {run.name}", result=run.result, series=name) for run in runs]
 
 
-def _read(path: Path) -> ResultFile:
+def _read(path: Path) -> RunResult | SweepResult:
     from windlass.clients.loadtest.results import read_file
 
     try:
@@ -269,7 +271,7 @@ def compare(
     if not 0.5 <= confidence < 1:
         raise CommandError(f"--confidence must be at least 0.5 and below 1, got {confidence:g}")
     sides = _sides(files)
-    runs = [[_single(path).result for path in side] for side in sides]
+    runs = [[_single(path) for path in side] for side in sides]
     try:
         result = compare_runs(runs[0], runs[1], confidence=confidence, resamples=resamples, seed=seed)
     except ValueError as error:
@@ -301,14 +303,16 @@ def _sides(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return [Path(name) for name in first], [Path(name) for name in second]
 
 
-def _single(path: Path) -> NamedRun:
+def _single(path: Path) -> RunResult:
+    from windlass.clients.loadtest.results import SweepResult
+
     content = _read(path)
-    if content.sweep:
+    if isinstance(content, SweepResult):
         raise CommandError(
             f"{path} holds a sweep of {len(content.runs)} runs: compare single runs, or show the sweep with "
             "the command report"
         )
-    return content.runs[0]
+    return content
 
 
 add_commands(app)

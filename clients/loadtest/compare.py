@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients.loadtest import figures
-from windlass.clients.loadtest.results import MEASURES, PERCENTILES, RunResult
+from windlass.clients.loadtest.results import MEASURES, PERCENTILES, RequestRecord, RunResult
 
 if TYPE_CHECKING:
-    from windlass.clients.loadtest.intervals import Difference
+    from windlass.clients.loadtest.intervals import Difference, Interval
 
 FORMAT = "windlass-bench-comparison/2"
 
@@ -38,9 +39,9 @@ class Line:
     unit: str
     first: float | None
     second: float | None
-    first_interval: tuple[float, float] | None
-    second_interval: tuple[float, float] | None
-    interval: tuple[float, float] | None
+    first_interval: Interval | None
+    second_interval: Interval | None
+    interval: Interval | None
     change: float | None
     verdict: Verdict
 
@@ -90,18 +91,20 @@ def compare(
     single = max(map(len, sides)) == 1
     if not single and min(map(len, sides)) == 1:
         raise ValueError("one run of a side cannot be compared with several of the other: repeat it, too")
-    if single:
-        lines = [*_rates(sides[0][0], sides[1][0], confidence)]
-        lines += _latencies(sides[0][0], sides[1][0], confidence, resamples, seed)
-    else:
-        lines = list(_over_runs(sides, confidence))
+    paired = single and _same_requests(sides[0][0], sides[1][0])
+    lines = [*_rates(sides, confidence)]
+    lines += (
+        _latencies(sides[0][0], sides[1][0], paired, confidence, resamples, seed)
+        if single
+        else _latencies_of_runs(sides, confidence)
+    )
     return Comparison(
         lines=tuple(lines),
         cautions=tuple(_cautions(*sides)),
         differing=_differing(*sides),
         runs=(len(sides[0]), len(sides[1])),
         intervals_over="requests within a run" if single else "runs",
-        paired=single and _same_requests(sides[0][0], sides[1][0]),
+        paired=paired,
         confidence=confidence,
         resamples=resamples,
         seed=seed,
@@ -158,46 +161,46 @@ def _ttft_grows(run: RunResult) -> bool:
     return all(later > earlier for earlier, later in pairwise(fifths)) and fifths[-1] > 2 * fifths[0]
 
 
-def _over_runs(sides: Sequence[Sequence[RunResult]], confidence: float) -> Iterator[Line]:
-    """Each figure with one value per run, and Welch's interval of the difference of the means."""
-    from windlass.clients.loadtest.intervals import Clustered, compare_means, compare_repeated_shares, enough
-
-    def line(name: tuple[str, str, str], values: list[list[float]], *, less: bool, known: bool = True) -> Line:
-        difference = compare_means(values[0], values[1], confidence)
-        return _line(*name, difference, lower_is_better=less, known=known, over_runs=True)
+def _rates(sides: Sequence[Side], confidence: float) -> Iterator[Line]:
+    """Rates and shares. With one run of each side, their intervals are those of the values within a run."""
+    from windlass.clients.loadtest.intervals import compare_means, compare_repeated_shares, compare_shares
 
     runs = [run for side in sides for run in side]
-    summaries = [[run.summary() for run in side] for side in sides]
-    rates = [("output", "output_tokens_per_second", "tokens/s"), ("requests", "request_rate", "requests/s")]
-    if runs[0].slo and all(run.slo == runs[0].slo for run in runs):
-        rates.append(("goodput", "goodput", "requests/s"))
+    single = len(runs) == 2
+
+    def line(measure: str, statistic: str, unit: str, values: Callable[[RunResult], Sequence[float]]) -> Line:
+        """A figure of a run that is the mean of `values`."""
+        data = [[values(run) for run in side] for side in sides]
+        first, second = (side[0] if single else [math.fsum(each) / len(each) for each in side] for side in data)
+        return _line(measure, statistic, unit, compare_means(first, second, confidence), over_runs=not single)
+
     if all(run.duration_s > 0 for run in runs):
-        for measure, name, unit in rates:
-            values = [[summary[name] for summary in side] for side in summaries]
-            yield line((measure, "per second", unit), values, less=False)
-    if all(summary["failed"] + summary["completed"] for side in summaries for summary in side):
-        shares = [[(each["failed"], each["failed"] + each["completed"]) for each in side] for side in summaries]
-        difference = compare_repeated_shares(shares[0], shares[1], confidence)
+        yield line("output", "per second", "tokens/s", lambda run: _batches(run, _token_arrivals(run)))
+        yield line("requests", "per second", "requests/s", lambda run: _ends(run, run.completed))
+        if runs[0].slo and all(run.slo == runs[0].slo for run in runs):
+            yield line(
+                "goodput", "per second", "requests/s", lambda run: _ends(run, filter(run.meets_slo, run.completed))
+            )
+    failures = [[(run.failed, run.failed + len(run.completed)) for run in side] for side in sides]
+    if single:
+        difference = compare_shares(failures[0][0], failures[1][0], confidence)
+        yield _line("failed", "share", "", difference, lower_is_better=True)
+    elif all(total for side in failures for _, total in side):
+        difference = compare_repeated_shares(failures[0], failures[1], confidence)
         yield _line("failed", "share", "", difference, lower_is_better=True, over_runs=True)
     for measure in _CACHE_MEASURES:
-        shares_by_side = [[_shares(run, measure) for run in side] for side in sides]
-        if _is_worth_reporting(each for side in shares_by_side for each in side):
-            means = [[math.fsum(each) / len(each) for each in side] for side in shares_by_side]
-            yield line((measure, "share", ""), means, less=False)
-    for measure in MEASURES:
-        data = [[Clustered(_by_request(run, measure)) for run in side] for side in sides]
-        if not all(len(each) for side in data for each in side):
-            continue
-        for percent in (None, *PERCENTILES):
-            values = [[each.mean() if percent is None else each.percentile(percent) for each in side] for side in data]
-            known = all(enough(each, percent) for side in data for each in side)
-            yield line((measure, "mean" if percent is None else f"p{percent:g}", "ms"), values, less=True, known=known)
+        shares = [_shares(run, measure) for run in runs]
+        enough = not single or min(map(len, shares)) > 1
+        if enough and all(shares) and any(map(any, shares)):  # known in every run, and not 0 everywhere
+            yield line(measure, "share", "", partial(_shares, measure=measure))
 
 
-def _latencies(first: RunResult, second: RunResult, confidence: float, resamples: int, seed: int) -> Iterator[Line]:
+def _latencies(
+    first: RunResult, second: RunResult, paired: bool, confidence: float, resamples: int, seed: int
+) -> Iterator[Line]:
+    """Latencies of single runs, with intervals within the runs."""
     from windlass.clients.loadtest.intervals import Clustered, compare_latency
 
-    paired = _same_requests(first, second)
     for measure in MEASURES:
         data = [Clustered(_by_request(run, measure, keep=paired)) for run in (first, second)]
         if not len(data[0]) or not len(data[1]):
@@ -207,6 +210,24 @@ def _latencies(first: RunResult, second: RunResult, confidence: float, resamples
         )
         for statistic, difference in found.items():
             yield _line(measure, statistic, "ms", difference, lower_is_better=True)
+
+
+def _latencies_of_runs(sides: Sequence[Side], confidence: float) -> Iterator[Line]:
+    """Latencies with one value per run, and Welch's interval of the difference of the means."""
+    from windlass.clients.loadtest.intervals import Clustered, compare_means, enough
+
+    for measure in MEASURES:
+        data = [[Clustered(_by_request(run, measure)) for run in side] for side in sides]
+        if not all(len(each) for side in data for each in side):
+            continue
+        for percent in (None, *PERCENTILES):
+            values = [[each.mean() if percent is None else each.percentile(percent) for each in side] for side in data]
+            known = all(enough(each, percent) for side in data for each in side)
+            statistic, difference = (
+                "mean" if percent is None else f"p{percent:g}",
+                compare_means(values[0], values[1], confidence),
+            )
+            yield _line(measure, statistic, "ms", difference, lower_is_better=True, over_runs=True, known=known)
 
 
 def _same_requests(first: RunResult, second: RunResult) -> bool:
@@ -233,40 +254,11 @@ def _by_request(run: RunResult, measure: str, *, keep: bool = False) -> list[lis
     return [each for each in values if each or keep]
 
 
-def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[Line]:
-    from windlass.clients.loadtest.intervals import compare_means, compare_shares
-
-    runs = (first, second)
-    if first.duration_s > 0 and second.duration_s > 0:
-        tokens = [_batches(run, _token_arrivals(run)) for run in runs]
-        yield _line("output", "per second", "tokens/s", compare_means(tokens[0], tokens[1], confidence))
-        ends = [_batches(run, ((r.ended, 1.0) for r in run.completed if r.ended is not None)) for run in runs]
-        yield _line("requests", "per second", "requests/s", compare_means(ends[0], ends[1], confidence))
-        if first.slo and first.slo == second.slo:
-            good = [
-                _batches(run, ((r.ended, 1.0) for r in run.completed if r.ended is not None and run.meets_slo(r)))
-                for run in runs
-            ]
-            yield _line("goodput", "per second", "requests/s", compare_means(good[0], good[1], confidence))
-    shares = [(run.failed, run.failed + len(run.completed)) for run in runs]
-    yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
-
-    for measure in _CACHE_MEASURES:
-        shares_by_side = [_shares(run, measure) for run in runs]
-        if _is_worth_reporting(shares_by_side) and min(map(len, shares_by_side)) > 1:
-            yield _line(measure, "share", "", compare_means(shares_by_side[0], shares_by_side[1], confidence))
-
-
 def _shares(run: RunResult, measure: str) -> list[float]:
     """Cached or reused share of the prompt of each completed request; empty unless all are known."""
-    shares = [getattr(record, f"{measure}_share") for record in run.completed]
-    return [] if None in shares else shares
-
-
-def _is_worth_reporting(shares: Iterable[Sequence[float]]) -> bool:
-    """Whether the shares of every run are known, and one is above 0."""
-    known = list(shares)
-    return all(known) and any(map(any, known))
+    shares = [record.prompt_share(getattr(record, f"{measure}_tokens")) for record in run.completed]
+    known = [share for share in shares if share is not None]
+    return known if len(known) == len(shares) else []
 
 
 def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:
@@ -274,6 +266,11 @@ def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:
     for record in run.completed:
         per_chunk = record.tokens_per_chunk if record.output_tokens else 0.0
         yield from ((moment, per_chunk) for moment in record.chunks)
+
+
+def _ends(run: RunResult, records: Iterable[RequestRecord]) -> list[float]:
+    """Batches of the ends of requests."""
+    return _batches(run, ((record.ended, 1.0) for record in records if record.ended is not None))
 
 
 def _batches(run: RunResult, arrivals: Iterator[tuple[float, float]]) -> list[float]:
@@ -306,10 +303,6 @@ def _line(
         verdict = "one run cannot tell"
     elif interval.excludes_zero:
         verdict = "better" if (interval.high < 0) == lower_is_better else "worse"
-    ends = [
-        None if each is None else (each.low, each.high)
-        for each in (difference.first_interval, difference.second_interval, interval)
-    ]
     first, second = (None if math.isnan(value) else value for value in (difference.first, difference.second))
     return Line(
         measure=measure,
@@ -317,9 +310,9 @@ def _line(
         unit=unit,
         first=first,
         second=second,
-        first_interval=ends[0],
-        second_interval=ends[1],
-        interval=ends[2],
+        first_interval=difference.first_interval,
+        second_interval=difference.second_interval,
+        interval=interval,
         change=second / first - 1 if first and second is not None else None,
         verdict=verdict,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ def _first_errors(run: RunResult) -> Iterable[str]:
 
 def print_sweep(sweep: SweepResult, console: Console) -> None:
     """Print the figures of the best run of a sweep, and the highest rate."""
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in sweep.slo.items())
+    limits = _limits(sweep.slo)
     best = [run for run in sweep.runs if run.offered_rate == sweep.highest_rate and not run.interrupted]
     if best:
         print_run(best[-1], console)
@@ -149,6 +149,10 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
     console.print(text + endings.get(sweep.ended, ""), markup=False, highlight=False, soft_wrap=True)
 
 
+def _limits(slo: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {limit:g} ms" for name, limit in slo.items())
+
+
 def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
     abandoned = "".join(f", {count} {kind}" for kind, count in sorted(run.abandoned.items()))
     achieved = "" if run.achieved_rate is None else f", achieved {run.achieved_rate:,.4g}"
@@ -161,8 +165,7 @@ def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("output", f"{summary['output_tokens_per_second']:,.1f} tokens per second"),
     ]
     if summary["goodput"] is not None:
-        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in run.slo.items())
-        facts.append(("goodput", f"{summary['goodput']:,.4g} requests per second within {limits}"))
+        facts.append(("goodput", f"{summary['goodput']:,.4g} requests per second within {_limits(run.slo)}"))
     if summary["cached_tokens"] is not None and summary["input_tokens"]:
         cached = (
             f"{summary['cached_tokens']:,} prompt tokens ({summary['cached_tokens'] / summary['input_tokens']:.1%})"

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
 import mpmath  # type: ignore[import-untyped]
 import numpy as np
@@ -31,8 +32,7 @@ BATCHES = 20
 _Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     low: float
     high: float
 

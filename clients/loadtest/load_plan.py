@@ -259,12 +259,12 @@ class WorkloadSpec:
     documents, document_len, documents_per_prompt, document_offset: every prompt holds `documents_per_prompt` of the
     `documents`, in random order, after `document_offset` random tokens and before `input_len` random tokens. The length of
     each document is drawn once. Documents that do not fit the server are left out, except for the first.
-    turns, think_s: messages of a conversation, and seconds between a response and the next message. ladder: prompt lengths
+    turns, think_time: messages of a conversation, and seconds between a response and the next message. ladder: prompt lengths
     from 1,024 tokens, doubling up to the server's limit, in turn. scalings: rotary scalings that requests draw. trace:
     recorded requests instead of drawn ones. disconnect_share, disconnect_after: share of the clients that disconnect after
     that many chunks. temperature: None for the server's default. ignore_eos: request responses of exactly `output_len`
-    tokens; None: where the server is known to support the field. extra_body: further fields of every request, which
-    replace others; null removes a field.
+    tokens; None: where the server is known to support the field. usage: request token counts. extra_body: further fields
+    of every request, which replace others; null removes a field.
 
     Raises LoadTestError for values that are out of range or exclude each other.
     """
@@ -279,7 +279,7 @@ class WorkloadSpec:
     documents_per_prompt: Lengths = field(default_factory=lambda: Lengths.fixed(1))
     document_offset: Lengths = field(default_factory=lambda: Lengths.fixed(0))
     turns: int = 1
-    think_s: float = 0.0
+    think_time: float = 0.0
     ladder: bool = False
     scalings: Sequence[WeightedScaling] = ()
     trace: Sequence[TraceEntry] = ()
@@ -287,7 +287,7 @@ class WorkloadSpec:
     disconnect_after: int = 1
     temperature: float | None = 0.0
     ignore_eos: bool | None = None
-    include_usage: bool = True
+    usage: bool = True
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -318,7 +318,7 @@ class WorkloadSpec:
             "prefix_len": 0,
             "documents": 0,
             "turns": 1,
-            "think_s": 0,
+            "think_time": 0,
             "disconnect_after": 1,
         }
         for name, bound in minimums.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -251,21 +251,13 @@ class WorkloadOptions:
         """The workload. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.load_plan import Lengths, WeightedScaling, WorkloadSpec
 
-        equal = ("prefix_groups", "prefix_len", "documents", "turns", "ladder", "disconnect_share", "disconnect_after")
-        return WorkloadSpec(
-            **{name: getattr(self, name) for name in (*equal, "temperature", "ignore_eos")},
-            input_len=Lengths.parse(self.input_len, "--input-len"),
-            output_len=Lengths.parse(self.output_len, "--output-len"),
-            document_len=Lengths.parse(self.document_len, "--document-len", minimum=0),
-            documents_per_prompt=Lengths.parse(self.documents_per_prompt, "--documents-per-prompt"),
-            document_offset=Lengths.parse(self.document_offset, "--document-offset", minimum=0),
-            chat=chat,
-            think_s=self.think_time,
-            scalings=[WeightedScaling.parse(text) for text in self.rope_scaling or []],
-            trace=trace,
-            include_usage=self.usage,
-            extra_body=self._extra_body(),
-        )
+        values: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(WorkloadSpec)}
+        for name in ("input_len", "output_len", "documents_per_prompt", "document_len", "document_offset"):
+            minimum = 0 if name in ("document_len", "document_offset") else 1
+            values[name] = Lengths.parse(values[name], f"--{name.replace('_', '-')}", minimum)
+        values |= {"scalings": [WeightedScaling.parse(text) for text in self.rope_scaling or []]}
+        values |= {"chat": chat, "trace": trace, "extra_body": self._extra_body()}
+        return WorkloadSpec(**values)
 
     def _extra_body(self) -> Mapping[str, Any]:
         try:

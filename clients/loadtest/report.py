@@ -24,7 +24,6 @@ from windlass.clients.loadtest.results import (
     PERCENTILES,
     NamedRun,
     RequestRecord,
-    ResultFile,
     RunResult,
     SweepResult,
     name_runs,
@@ -35,7 +34,7 @@ MAX_FAILURES = 50  # rows of the table of failures
 _SCRIPTS = ("uPlot.iife.min.js", "chart.js", "report.js")
 _STYLES = ("uPlot.min.css", "report.css")
 
-Results = RunResult | Sequence[RunResult | NamedRun] | ResultFile | SweepResult
+Results = RunResult | Sequence[RunResult | NamedRun] | SweepResult
 
 
 def write_html(results: Results, path: Path, *, title: str = "Load test") -> None:
@@ -48,7 +47,7 @@ def write_html(results: Results, path: Path, *, title: str = "Load test") -> Non
 
 def to_html(results: Results, *, title: str = "Load test") -> str:
     """The page as text; see `write_html`."""
-    highest_rate = None if isinstance(results, RunResult | Sequence) else results.highest_rate
+    highest_rate = results.highest_rate if isinstance(results, SweepResult) else None
     runs = named(results)
     scripts = [_asset(name) for name in _SCRIPTS]
     context = figures.against_context(runs)
@@ -88,18 +87,14 @@ def named(results: Results) -> tuple[NamedRun, ...]:
     given: Sequence[RunResult | NamedRun]
     if isinstance(results, RunResult):
         given = [results]
-    elif isinstance(results, Sequence):
-        given = results
+    elif isinstance(results, SweepResult):
+        ascending = sorted(results.runs, key=lambda run: run.offered_rate or 0.0)
+        given = ascending
     else:
-        given = sorted(results.runs, key=_offered_rate)
+        given = results
     if not given:
         raise ValueError("a report needs a run")
     return name_runs(given)
-
-
-def _offered_rate(run: RunResult | NamedRun) -> float:
-    result = run.result if isinstance(run, NamedRun) else run
-    return result.offered_rate or 0.0
 
 
 def _asset(name: str, folder: str = "assets") -> str:

@@ -189,15 +189,9 @@ class RequestRecord:
         """Output tokens per chunk; 1 where the server did not report any."""
         return self.output_tokens / len(self.chunks) if self.chunks and self.output_tokens else 1.0
 
-    @property
-    def cached_share(self) -> float | None:
-        """Share of the prompt found in a cache."""
-        return _ratio(self.cached_tokens, self.input_tokens)
-
-    @property
-    def reused_share(self) -> float | None:
-        """Share of the prompt reused from passages at other positions; a part of `cached_share`."""
-        return _ratio(self.reused_tokens, self.input_tokens)
+    def prompt_share(self, tokens: int | None) -> float | None:
+        """A part of the prompt, such as `cached_tokens`, divided by the prompt; None where one of them is unknown."""
+        return None if tokens is None or not self.input_tokens else tokens / self.input_tokens
 
     @property
     def scheduled(self) -> bool:
@@ -215,10 +209,6 @@ class RequestRecord:
             return self.gaps_ms
         value: float | None = getattr(self, f"{measure}_ms")
         return [] if value is None else [value]
-
-
-def _ratio(part: int | None, total: int) -> float | None:
-    return None if part is None or not total else part / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,16 +505,6 @@ class NamedRun:
         return self.name if self.series is None else self.series
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultFile:
-    """The contents of one file: a run, or a sweep with its SLOs and the highest rate that met them (None for none)."""
-
-    runs: tuple[NamedRun, ...]
-    sweep: bool = False
-    slo: dict[str, float] = field(default_factory=dict)
-    highest_rate: float | None = None
-
-
 def write_json(result: RunResult | SweepResult, path: Path) -> None:
     """Write the JSON object of a run or a sweep, with a line per request. Raises OSError."""
     path.write_text(_to_json(result) + "\n", encoding="utf-8")
@@ -564,8 +544,8 @@ def read_json(path: Path) -> RunResult:
     return RunResult.from_dict(loads(path.read_text(encoding="utf-8")))
 
 
-def read_file(path: Path) -> ResultFile:
-    """Read a run, named after the file, or a sweep, its runs named after their rates.
+def read_file(path: Path) -> RunResult | SweepResult:
+    """Read a run, or a sweep without its judgements.
 
     Raises OSError, or ValueError with one line that does not name the file.
     """
@@ -576,20 +556,15 @@ def read_file(path: Path) -> ResultFile:
     except ValueError as error:
         raise ValueError(f"not a JSON file: {error}") from None
     if not isinstance(data, Mapping) or data.get("format") not in (SWEEP_FORMAT, _OLD_SWEEP_FORMAT):
-        result = RunResult.from_dict(data)
-        return ResultFile(runs=(NamedRun(name=path.stem, result=result),), slo=result.slo)
+        return RunResult.from_dict(data)
     runs = data.get("runs")
     if not isinstance(runs, list) or not runs:
         raise ValueError("this sweep has no `runs`")
-    sweep = _parse_checked(ResultFile, {**data, "runs": []}, "this sweep")
+    sweep = _parse_checked(SweepResult, {**data, "runs": []}, "this sweep")
     _check_finite("slo", sweep.slo.values())
     _check_finite("highest_rate", [sweep.highest_rate])
-    return replace(
-        sweep,
-        runs=name_runs(RunResult.from_dict(run) for run in runs),
-        sweep=True,
-        highest_rate=sweep.highest_rate if data["format"] == SWEEP_FORMAT else None,
-    )
+    highest_rate = sweep.highest_rate if data["format"] == SWEEP_FORMAT else None
+    return replace(sweep, runs=tuple(map(RunResult.from_dict, runs)), highest_rate=highest_rate)
 
 
 def name_runs(runs: Iterable[RunResult | NamedRun]) -> tuple[NamedRun, ...]:

@@ -56,11 +56,8 @@ class RunProgress:
     """
 
     phase: str = "preparing"
-    seconds: float = 0.0
     total: int | None = None
-    num_started: int = 0
     ended: int = 0
-    completed: int = 0
     failed: int = 0
     running: int = 0
     chunks: int | None = 0
@@ -419,7 +416,6 @@ class _Run:
 
     async def _converse(self, conversation: Conversation, intended: float) -> str:
         """Send all turns of a conversation, the first at `intended`. Returns the outcome of the last."""
-        self._snapshot.num_started += 1
         while True:
             record = await self._request(conversation.request, intended)
             try:
@@ -430,7 +426,7 @@ class _Run:
                 self._stop.set()
                 break
             assert record.ended is not None
-            intended = record.ended + conversation.think_s
+            intended = record.ended + conversation.think_time
             await asyncio.sleep(max(0.0, intended - self._now()))
         self._snapshot.ended += 1
         return record.outcome
@@ -451,7 +447,6 @@ class _Run:
 
     def _record(self, record: RequestRecord) -> None:
         self._records.append(record)
-        self._snapshot.completed += record.completed
         self._snapshot.failed += not record.completed and record.outcome not in ABANDONED
         if record.outcome == "unsent":
             self._health.record_unsent()
@@ -460,7 +455,6 @@ class _Run:
         return time.perf_counter() - self._start
 
     def _progress_snapshot(self) -> RunProgress:
-        self._snapshot.seconds = self._now()
         self._snapshot.chunks = self._sender.chunks
         return self._snapshot
 

@@ -10,7 +10,6 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import h11
@@ -453,31 +452,27 @@ class RequestSender:
             self._ended_chunks += len(response.chunks)
             if connection is not None and (response.outcome or "interrupted") in _ABORT_OUTCOMES:
                 connection.abort()
-            pending = RequestRecord(index=index, intended=intended, sent=sent - start)
-            record = self._record(pending, request, response, start)
+            usage = response.usage
+            details = usage.get("prompt_tokens_details")
+            cached = _token_count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
+            record = RequestRecord(
+                index=index,
+                intended=intended,
+                sent=sent - start,
+                chunks=tuple(when - start for when in response.chunks),
+                ended=None if response.ended is None else response.ended - start,
+                input_tokens=_token_count(usage.get("prompt_tokens"), request.input_tokens),
+                output_tokens=_token_count(usage.get("completion_tokens"), len(response.chunks)),
+                cached_tokens=None if cached < 0 else cached,
+                reused_tokens=response.reused_tokens,
+                outcome=response.outcome or "interrupted",
+                message=response.message,
+                label=request.label,
+                request_id=response.request_id,
+                asked_tokens=request.output_tokens,
+                finish_reason=response.finish_reason,
+                text="".join(response.text) if self._keep else None,
+                token_ids=tuple(response.token_ids) if self._keep and response.token_ids is not None else None,
+            )
             done(record)
         return record
-
-    def _record(
-        self, pending: RequestRecord, request: PreparedRequest, response: TimedResponse, start: float
-    ) -> RequestRecord:
-        usage = response.usage
-        details = usage.get("prompt_tokens_details")
-        cached = _token_count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
-        return replace(
-            pending,
-            chunks=tuple(when - start for when in response.chunks),
-            ended=None if response.ended is None else response.ended - start,
-            input_tokens=_token_count(usage.get("prompt_tokens"), request.input_tokens),
-            output_tokens=_token_count(usage.get("completion_tokens"), len(response.chunks)),
-            cached_tokens=None if cached < 0 else cached,
-            reused_tokens=response.reused_tokens,
-            outcome=response.outcome or "interrupted",
-            message=response.message,
-            label=request.label,
-            request_id=response.request_id,
-            asked_tokens=request.output_tokens,
-            finish_reason=response.finish_reason,
-            text="".join(response.text) if self._keep else None,
-            token_ids=tuple(response.token_ids) if self._keep and response.token_ids is not None else None,
-        )

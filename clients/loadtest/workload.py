@@ -183,7 +183,7 @@ class PreparedRequest:
 class Conversation:
     """One request, or several of which each waits for the previous response. `request` is the next one."""
 
-    think_s: float = 0.0
+    think_time: float = 0.0
 
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
@@ -276,7 +276,7 @@ class Workload:
         """The request for the JSON value of a prompt, or of the messages of a chat."""
         spec = self.spec
         fields: dict[str, Any] = {"model": self.server.model, "max_tokens": output, "stream": True}
-        if spec.include_usage:
+        if spec.usage:
             fields["stream_options"] = {"include_usage": True}
         if spec.temperature is not None:
             fields["temperature"] = spec.temperature
@@ -451,7 +451,7 @@ class _MultiTurnConversation(Conversation):
             self._history = b'{"role":"user","content":%b}' % vocabulary.prompt(joined)
         else:
             self._history = joined if vocabulary.ids else vocabulary.opening(joined)
-        self.think_s = spec.think_s
+        self.think_time = spec.think_time
         super().__init__(self._make(output))
 
     def advance(self, record: RequestRecord) -> bool:

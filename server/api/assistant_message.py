@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, chat_logprobs
-from windlass.server.serving.response_writer import ByteBudget
+from windlass.server.serving.response_writer import Writer
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,
     Content,
     Event,
     OutputParser,
-    ParsingPlan,
     PlainTextParser,
     Reasoning,
     TracksThinking,
 )
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -196,27 +192,23 @@ class AnswerBlock:
         return self._parts[0] if self._parts else ""
 
 
-class BlockWriter(ABC):
-    """Writes the only answer of a prompt as blocks. parsing: how its text is parsed, None if all of it is text.
+class BlockWriter(Writer):
+    """Writes the only answer of a prompt as blocks.
 
     collects: whether a stream stores its blocks, because later events repeat them.
     """
 
     collects = True
 
-    def __init__(
-        self, tokenizer: Tokenizer, token_usage: TokenUsage, options: ResponseOptions, parsing: ParsingPlan | None
-    ) -> None:
-        self.token_usage = token_usage
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        super().__init__(job, token_usage)
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.rotary: dict[str, object] | None = None
-        self.budget = ByteBudget(options.max_bytes)
         self.started = False
-        self._tokenizer = tokenizer
-        self._options = options
-        self._builder = MessageBuilder(PlainTextParser() if parsing is None else parsing.new_parser(), token_usage)
+        parser = PlainTextParser() if job.parsing is None else job.parsing.new_parser()
+        self._builder = MessageBuilder(parser, token_usage)
         self._open_block: AnswerBlock | None = None
         self._logprobs: list[TokenLogprobs] = []  # of tokens whose text is still held back
 
@@ -237,17 +229,8 @@ class BlockWriter(ABC):
     def block_stop_events(self, block: AnswerBlock) -> bytes:
         """The events that end a block."""
 
-    @abstractmethod
-    def last_event(self) -> bytes:
-        """The events that end the stream."""
-
-    @abstractmethod
-    def pieces(self) -> list[bytes]:
-        """JSON of the complete answer."""
-
     # ---- deltas of a generation --------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta. Raises ApiError if the stored blocks become too large."""
         events = b""
         if not self.started:
             self.started = True
@@ -255,16 +238,12 @@ class BlockWriter(ABC):
         return events + b"".join(self._process(delta, collect=self.collects))
 
     def add(self, delta: Delta) -> None:
-        """Store a delta. Raises ApiError if the answer becomes too large."""
         for _ in self._process(delta, collect=True, emit=False):
             pass
 
-    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        raise AssertionError("these APIs have no prompt log-probabilities")  # no request of these APIs has this option
-
     def _process(self, delta: Delta, *, collect: bool, emit: bool = True) -> Iterator[bytes]:
         events = self._builder.parse(delta)
-        if self._options.logprobs is not None:
+        if self.job.logprobs is not None:
             self._logprobs += delta.logprobs
         for event in events:
             if not self._continues_open_block(event):
@@ -310,7 +289,7 @@ class BlockWriter(ABC):
     def _new_block(self, event: Event) -> AnswerBlock:
         index = len(self.blocks)
         if isinstance(event, Content):
-            block = AnswerBlock(index, "text", logprobs=None if self._options.logprobs is None else JsonList())
+            block = AnswerBlock(index, "text", logprobs=None if self.job.logprobs is None else JsonList())
         elif isinstance(event, Reasoning):
             block = AnswerBlock(index, "thinking")
         else:
@@ -332,8 +311,7 @@ class BlockWriter(ABC):
             self._logprobs.clear()
             return None
         found = JsonList()
-        top, names = self._options.logprobs or 0, self._options.tokens_as_ids
-        found.extend(chat_logprobs(self._tokenizer, self._logprobs, top, names=names)["content"])
+        found.extend(chat_logprobs(self.job.state.tokenizer, self._logprobs, self.job.logprobs or 0)["content"])
         self._logprobs.clear()
         return found
 

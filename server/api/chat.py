@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,33 +13,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.serving.conversation import check_chat, prepare_chat
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.generation import fingerprinted_envelope, run_generation
-from windlass.server.serving.response_format import JsonList, chat_logprobs
+from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.response_format import JsonList, chat_logprobs, encode
 from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
-from windlass.server.text.stream_parser import Content, Event, ParsingPlan
+from windlass.server.text.stream_parser import Content, Event
 
 router = ApiRouter("Chat", "The next turn of a conversation, in OpenAI's form.")
 
 
 class ChatWriter(ChoiceWriter):
-    """Writes the answers to a chat. As a chat has one prompt, values of the prompt are at the top level of the
-    answer.
+    """Writes the answers to a chat. As a chat has one prompt, values of the prompt are at the top level of the answer."""
 
-    parsing: how texts are parsed, None if all text is content.
-    """
-
-    def __init__(self, *args: Any, parsing: ParsingPlan | None = None) -> None:
-        super().__init__(*args)
-        self._logprobs_by_choice: dict[int, JsonList] = {}  # log-probabilities by choice
-        self._parsing = parsing
+    def __init__(self, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage) -> None:
+        kind = "chat.completion.chunk" if job.body.stream else "chat.completion"
+        super().__init__(job, prompts, token_usage, "chatcmpl", kind)
+        self._logprobs_by_choice: dict[int, JsonList] = {}
+        self._parsing = job.parsing
         self._builders: dict[int, MessageBuilder] = {}
 
     def begin(self, choice: int) -> bytes:
@@ -48,7 +47,7 @@ class ChatWriter(ChoiceWriter):
         self._begun.add(choice)
         delta = {"role": "assistant", "content": content}
         first = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.opening([first], **self.extra_fields())
+        return self.chunk([first], encode, **self.extra_fields())
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (choice, text)
@@ -104,11 +103,11 @@ class ChatWriter(ChoiceWriter):
             "logprobs": None,
             "finish_reason": delta.finish_reason,
         }
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             fields["logprobs"] = self._logprobs(delta)
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["token_ids"] = delta.token_ids
         return fields
 
@@ -130,18 +129,16 @@ class ChatWriter(ChoiceWriter):
             "finish_reason": reason,
             "stop_reason": result.stop_reason,
         }
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             fields["logprobs"] = {"content": self._logprobs_by_choice.get(choice) or JsonList(), "refusal": None}
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["token_ids"] = result.token_ids
         return fields
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        top, names = self.options.logprobs or 0, self.options.tokens_as_ids
-        return chat_logprobs(self.tokenizer, delta.logprobs, top, names=names)
+        return chat_logprobs(self.tokenizer, delta.logprobs, self.job.logprobs or 0, names=self.names)
 
     def store_logprobs(self, delta: Delta) -> int:
-        assert self.options.logprobs is not None
         content = self._logprobs_by_choice.setdefault(delta.choice, JsonList())
         before = content.size
         content.extend(self._logprobs(delta)["content"])
@@ -149,7 +146,7 @@ class ChatWriter(ChoiceWriter):
 
     def extra_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["prompt_token_ids"] = self.prompts[0].token_ids
         if 0 in self.prompt_objects:
             fields["prompt_logprobs"] = self.prompt_objects[0]
@@ -157,20 +154,10 @@ class ChatWriter(ChoiceWriter):
 
 
 _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begin?"}]}
-
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1767225600,
-        "model": "demo",
-        "system_fingerprint": "fp_4f1d2c3b5a697887",
-        "choices": choices,
-        "usage": usage,
-    }
+_example_chunk = partial(example_chunk, "chatcmpl", "chat.completion.chunk")
 
 
 def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -203,18 +190,10 @@ _CHAT = Operation(
         ),
     },
     stream_examples=[
-        _example_chunk([_example_choice({"role": "assistant", "content": ""})]),
-        _example_chunk([_example_choice({"content": "Far"})]),
-        _example_chunk([_example_choice({"content": "."}, "length", stop_reason=None)]),
-        _example_chunk(
-            [],
-            {
-                "prompt_tokens": 6,
-                "completion_tokens": 2,
-                "total_tokens": 8,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-        ),
+        _example_chunk(_example_choice({"role": "assistant", "content": ""})),
+        _example_chunk(_example_choice({"content": "Far"})),
+        _example_chunk(_example_choice({"content": "."}, "length", stop_reason=None)),
+        _example_chunk(),
     ],
 )
 
@@ -225,19 +204,13 @@ async def create_chat_completion(request: Request) -> Response:
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, ChatRequest)
-    chat = await check_chat(state, request, body, arrival=arrival)
+    chat = await check_chat(request, body, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
         prompts, job = await prepare_chat(chat)
-
-        def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ChoiceWriter:
-            head = fingerprinted_envelope(
-                "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job
-            )
-            return ChatWriter(state.tokenizer, prompts, token_usage, job.options, head, parsing=job.parsing)
-
+        make_writer = partial(ChatWriter, job, prompts)
         await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
     return Exchange(state, work, deadline=chat.deadline)

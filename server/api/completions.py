@@ -5,28 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
 from windlass.server.app.request_body import read_body
-from windlass.server.app.state import caller_of, state_of
-from windlass.server.observability.logging import request_id
+from windlass.server.app.state import state_of
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.generation import check_generation, fingerprinted_envelope, run_generation
-from windlass.server.serving.job import GenerationJob, ResponseOptions, admit_request, scaling_hint
+from windlass.server.serving.generation import check_generation, run_generation
+from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
-from windlass.server.serving.response_format import CompletionLogprobLists, JsonList
+from windlass.server.serving.response_format import CompletionLogprobLists, JsonList, encode
 from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, in_batches
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 _LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -47,21 +44,20 @@ class CompletionWriter(ChoiceWriter):
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        job: GenerationJob,
         prompts: Sequence[Prompt],
         token_usage: TokenUsage,
-        options: ResponseOptions,
-        envelope: dict[str, Any],
+        *,
         echoes: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(tokenizer, prompts, token_usage, options, envelope)
+        super().__init__(job, prompts, token_usage, "cmpl", "text_completion")
         self._echo_texts = None if echoes is None else [_Echo(text) for text in echoes]
         self._layouts: dict[int, CompletionLogprobLists] = {}
         self._lists: dict[int, dict[str, JsonList]] = {}  # log-probabilities by choice
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         super().take_prompt_logprobs(prompt_index, entries)
-        if self._echo_texts is not None and self.options.logprobs is not None:
+        if self._echo_texts is not None and self.job.logprobs is not None:
             echo = self._echo_texts[prompt_index]
             layout = self._new_layout(0)
             echo.logprobs = _empty_lists()
@@ -71,9 +67,9 @@ class CompletionWriter(ChoiceWriter):
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:
-        prompt_index = choice // self.options.samples
+        prompt_index = choice // self.samples
         first: dict[str, Any] = {}
-        if self.options.return_token_ids:
+        if self.token_ids:
             first["prompt_token_ids"] = self.prompts[prompt_index].token_ids
             first["token_ids"] = []
         if prompt_index in self.prompt_objects:
@@ -84,30 +80,32 @@ class CompletionWriter(ChoiceWriter):
             text, logprobs = echo.text, echo.logprobs
         if not (first or text or logprobs):
             return b""
-        return self.opening([{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **first}])
+        return self.chunk(
+            [{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **first}], encode
+        )
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (choice, text)
 
     def detailed_choice(self, delta: Delta) -> dict[str, Any]:
         fields = self._choice(delta.choice, delta.text, delta.finish_reason, delta.stop_reason)
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             fields["logprobs"] = self._layout(delta.choice).layout(delta.token_ids, delta.logprobs)
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["token_ids"] = delta.token_ids
         return fields
 
     def whole(self, index: int, choice: int, result: CollectedChoice) -> dict[str, Any]:
-        prompt_index = choice // self.options.samples
+        prompt_index = choice // self.samples
         echo = None if self._echo_texts is None else self._echo_texts[prompt_index]
         text = result.text if echo is None else echo.text + result.text
         fields = self._choice(index, text, result.finish_reason, result.stop_reason)
-        if self.options.logprobs is not None:
+        if self.job.logprobs is not None:
             generated = self._lists.get(choice) or _empty_lists()
             if echo is not None and echo.logprobs is not None:
                 generated = {name: echo.logprobs[name] + generated[name] for name in _LOGPROB_LISTS}
             fields["logprobs"] = generated
-        if self.options.return_token_ids:
+        if self.token_ids:
             fields["prompt_token_ids"] = self.prompts[prompt_index].token_ids
             fields["token_ids"] = result.token_ids
         if prompt_index in self.prompt_objects:
@@ -128,18 +126,14 @@ class CompletionWriter(ChoiceWriter):
     def _layout(self, choice: int) -> CompletionLogprobLists:
         layout = self._layouts.get(choice)
         if layout is None:
-            end = 0 if self._echo_texts is None else self._echo_texts[choice // self.options.samples].end
+            end = 0 if self._echo_texts is None else self._echo_texts[choice // self.samples].end
             layout = self._layouts[choice] = self._new_layout(end)
         return layout
 
     def _new_layout(self, start: int) -> CompletionLogprobLists:
-        top = self.options.logprobs or 0
+        skip = self.job.body.skip_special_tokens is not False
         return CompletionLogprobLists(
-            self.tokenizer,
-            top,
-            skip_special_tokens=self.options.skip_special_tokens,
-            start=start,
-            names=self.options.tokens_as_ids,
+            self.tokenizer, self.job.logprobs or 0, skip_special_tokens=skip, start=start, names=self.names
         )
 
 
@@ -155,17 +149,7 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
     return sum(found.size for found in lists.values()) - before
 
 
-def _example_chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "created": 1767225600,
-        "model": "demo",
-        "system_fingerprint": "fp_4f1d2c3b5a697887",
-        "choices": choices,
-        "usage": usage,
-    }
-
+_example_chunk = partial(example_chunk, "cmpl", "text_completion")
 
 _COMPLETION = Operation(
     body=CompletionRequest,
@@ -198,19 +182,9 @@ _COMPLETION = Operation(
         ),
     },
     stream_examples=[
-        _example_chunk([{"index": 0, "text": " no", "logprobs": None, "finish_reason": None}]),
-        _example_chunk(
-            [{"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
-        ),
-        _example_chunk(
-            [],
-            {
-                "prompt_tokens": 6,
-                "completion_tokens": 2,
-                "total_tokens": 8,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-        ),
+        _example_chunk({"index": 0, "text": " no", "logprobs": None, "finish_reason": None}),
+        _example_chunk({"index": 0, "text": ".", "logprobs": None, "finish_reason": "length", "stop_reason": None}),
+        _example_chunk(),
     ],
 )
 
@@ -223,11 +197,9 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     info = admit_request(request, body)
     job = check_generation(
-        state,
+        request,
         body,
         info,
-        request_id=request_id(request.scope),
-        caller=caller_of(request),
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,
@@ -243,11 +215,7 @@ async def create_completion(request: Request) -> Response:
         with scaling_hint(job):
             prompts = await (fill_in_prompts if body.suffix else _encode_prompts)(job, body)
         echoes = await _echo_texts(job, prompts) if body.echo else None
-
-        def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ChoiceWriter:
-            head = fingerprinted_envelope("cmpl", "text_completion", job)
-            return CompletionWriter(state.tokenizer, prompts, token_usage, job.options, head, echoes)
-
+        make_writer = partial(CompletionWriter, job, prompts, echoes=echoes)
         await run_generation(exchange, job, prompts, param="prompt", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline)
@@ -280,6 +248,6 @@ async def _echo_texts(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
     without_text = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())
     if without_text:
-        skip = job.options.skip_special_tokens
+        skip = job.body.skip_special_tokens is not False
         decoded = iter(await job.state.text.decode(without_text, skip_special_tokens=skip, caller=job.caller))
     return [next(decoded) if prompt.text is None else prompt.text for prompt in prompts]

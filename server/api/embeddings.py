@@ -34,11 +34,8 @@ _NUMBER_BYTES = 16  # such as "-0.000123456789,"
 router = ApiRouter("Embeddings", "Texts as vectors.")
 
 _ITEM_BYTES = 80  # of the JSON around a vector
-
 _PER_TOKEN_KINDS = ("all", "classify tokens")  # kinds of pooling with a row for each token
-
 _CLASS_KINDS = ("classify", "classify tokens", "answer")
-
 _VALUES_PER_BATCH = 256 * 1024  # numbers rendered before other tasks get their turn
 
 

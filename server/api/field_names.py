@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from windlass.engine.errors import RequestError
 from windlass.server.errors import ApiError
-from windlass.server.schemas.generation import GenerationRequest
-
-B = TypeVar("B", bound=GenerationRequest)
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(\w+))?.*")
 
@@ -56,11 +51,3 @@ class FieldNames:
         for theirs, ours in self._names.items():
             message = re.sub(rf"(?<![\w.]){theirs}(?![\w])", ours, message)
         return message, param
-
-
-@dataclass(frozen=True, slots=True)
-class Translation(Generic[B]):
-    """A request made from the body of another API, and the names of its fields in that API."""
-
-    body: B
-    names: FieldNames

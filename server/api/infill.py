@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
-from windlass.server.app.state import caller_of, state_of
+from windlass.server.app.state import state_of
 from windlass.server.errors import bad_request
-from windlass.server.observability.logging import request_id
 from windlass.server.schemas.base import INT32_MAX
 from windlass.server.schemas.completions import (
     SAMPLERS,
@@ -30,15 +29,13 @@ from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.response_parts import Rotary
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import ResponseOptions, admit_request
+from windlass.server.serving.job import GenerationJob, admit_request
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
-from windlass.server.serving.response_writer import ByteBudget, CollectedChoice
+from windlass.server.serving.response_writer import CollectedChoice, Writer
 from windlass.server.serving.streaming import Exchange, StreamFormat
 from windlass.server.text.detokenizer import LineLimits
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "return_token_ids": "return_tokens"}
-
 _UNSUPPORTED_FIELDS = ("truncate_prompt_tokens", "truncation_side", "passages")
 
 # Values of the fields of a disabled sampler.
@@ -58,7 +55,7 @@ _SAMPLER_NAMES = frozenset(SAMPLERS.values())
 router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
 
 
-def completion_request_from_infill(body: InfillRequest) -> Translation[CompletionRequest]:
+def completion_request_from_infill(body: InfillRequest) -> tuple[CompletionRequest, FieldNames]:
     """The completion that fills the gap, without its prompt; raises ApiError naming the field."""
     for name in _UNSUPPORTED_FIELDS:
         if getattr(body, name) is not None:
@@ -76,7 +73,7 @@ def completion_request_from_infill(body: InfillRequest) -> Translation[Completio
         stop=body.stop,
         return_token_ids=body.return_tokens,
     )
-    return Translation(completion, FieldNames(_FIELD_NAMES, [], {}))
+    return completion, FieldNames(_FIELD_NAMES, [], {})
 
 
 def read_line_limits(body: InfillRequest) -> LineLimits | None:
@@ -102,24 +99,17 @@ def _disabled_samplers(samplers: list[str] | str | None) -> Iterable[str]:
     return [name for name in _DISABLED_VALUES if name not in given]
 
 
-class InfillWriter:
+class InfillWriter(Writer):
     """Writes one answer, complete or as events with the same fields.
 
     fields: paths of the requested fields, None for all. truncated: whether the prompt was cut to fit.
     """
 
     def __init__(
-        self,
-        token_usage: TokenUsage,
-        options: ResponseOptions,
-        *,
-        model: str,
-        fields: Sequence[str] | None,
-        truncated: bool,
+        self, job: GenerationJob, token_usage: TokenUsage, *, fields: Sequence[str] | None, truncated: bool
     ) -> None:
-        self._tally = token_usage
-        self._options = options
-        self._model = model
+        super().__init__(job, token_usage)
+        self._returns_tokens = bool(job.body.return_token_ids)
         self._fields = fields
         self._truncated = truncated
         self._result = CollectedChoice()
@@ -127,11 +117,9 @@ class InfillWriter:
         self._first_token_at: float | None = None
         self._last_delta_at = self._started_at
         self._has_new_line = False
-        self.budget = ByteBudget(options.max_bytes)
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The event of one delta; empty without new text."""
         self._record_delta(delta)
         if delta.finish_reason is None:
             return self._delta_event(delta) if delta.text else b""
@@ -142,38 +130,29 @@ class InfillWriter:
         last = _event(response.json_bytes())
         return self._delta_event(delta) + last if delta.text else last
 
-    def last_event(self) -> bytes:
-        """Nothing: the event of the last delta is complete."""
-        return b""
-
     def _delta_event(self, delta: Delta) -> bytes:
         piece = {
             "index": 0,
             "content": delta.text,
-            "tokens": list(delta.token_ids) if self._options.return_token_ids else [],
+            "tokens": list(delta.token_ids) if self._returns_tokens else [],
             "stop": False,
             "id_slot": 0,
-            "tokens_predicted": self._tally.completion_tokens,
-            "tokens_evaluated": self._tally.prompt_tokens,
+            "tokens_predicted": self.token_usage.completion_tokens,
+            "tokens_evaluated": self.token_usage.prompt_tokens,
         }
         return _event(to_json(piece))
 
     # ---- complete answers -----------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Store a delta. Raises ApiError if the answer becomes too large."""
         self._record_delta(delta)
         self._result.add(delta)
         self.budget.add(len(delta.text))
 
     def pieces(self) -> list[bytes]:
-        """JSON of the complete answer, after all deltas."""
         response = self._response()
         if self._fields is None:
             return [response.json_bytes()]
         return [to_json(_select_fields(response.model_dump(exclude_unset=True), self._fields))]
-
-    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Never called: this API has no log-probabilities."""
 
     # ---- parts -------------------------------------------------------------------------------------------------------
     def _record_delta(self, delta: Delta) -> None:
@@ -183,15 +162,15 @@ class InfillWriter:
         self._has_new_line = self._has_new_line or "\n" in delta.text
 
     def _response(self) -> Infill:
-        result, token_usage = self._result, self._tally
+        result, token_usage = self._result, self.token_usage
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         response = Infill(
             index=0,
             content=result.text,
-            tokens=list(result.token_ids) if self._options.return_token_ids else [],
+            tokens=list(result.token_ids) if self._returns_tokens else [],
             id_slot=0,
             stop=True,
-            model=self._model,
+            model=self.job.model_name,
             tokens_predicted=token_usage.completion_tokens,
             tokens_evaluated=token_usage.prompt_tokens,
             tokens_cached=token_usage.cached_tokens,
@@ -206,12 +185,10 @@ class InfillWriter:
         return response
 
     def _timings(self) -> InfillTimings:
-        token_usage = self._tally
+        token_usage = self.token_usage
         first = self._last_delta_at if self._first_token_at is None else self._first_token_at
-        computed, after_first = (
-            token_usage.prompt_tokens - token_usage.cached_tokens,
-            max(token_usage.completion_tokens - 1, 0),
-        )
+        computed = token_usage.prompt_tokens - token_usage.cached_tokens
+        after_first = max(token_usage.completion_tokens - 1, 0)
         prompt_ms, decode_ms = 1000 * (first - self._started_at), 1000 * (self._last_delta_at - first)
         return InfillTimings(
             cache_n=token_usage.cached_tokens,
@@ -304,14 +281,12 @@ async def infill(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, InfillRequest)
     info = admit_request(request, body)
-    translated = completion_request_from_infill(body)
-    with translated.names.renamed_errors():
+    completion, names = completion_request_from_infill(body)
+    with names.renamed_errors():
         job = check_generation(
-            state,
-            translated.body,
+            request,
+            completion,
             info,
-            request_id=request_id(request.scope),
-            caller=caller_of(request),
             arrival=arrival,
             default_max_tokens=state.settings.default_max_tokens,
             logprobs=None,
@@ -322,18 +297,9 @@ async def infill(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompt, truncated = await fit_infill_prompt(job, body)
-
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> InfillWriter:
-                return InfillWriter(
-                    token_usage,
-                    job.options,
-                    model=job.model_name,
-                    fields=body.response_fields,
-                    truncated=truncated,
-                )
-
+            make_writer = partial(InfillWriter, job, fields=body.response_fields, truncated=truncated)
             await run_generation(exchange, job, [prompt], param="input_prefix", make_writer=make_writer)
 
     return Exchange(state, work, deadline=job.deadline, stream_format=StreamFormat(done=b""))

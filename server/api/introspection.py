@@ -107,11 +107,7 @@ class AttentionRequest(StrictModel):
     head: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default=0, description="Index of the head in the layer, from 0. Default: 0."
     )
-    rope_scaling: RopeScalingField = Field(
-        default=None,
-        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
-        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
-    )
+    rope_scaling: RopeScalingField = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -187,7 +183,9 @@ async def attention(request: Request) -> Response:
     """
     state = state_of(request)
     require_admin(request)
-    _require_attention_maps(state)
+    if not state.settings.attention_maps:
+        message = "attention maps are disabled: start the server with --attention-maps"
+        raise ApiError(403, message, code="attention_off")
     body = await read_body(request, AttentionRequest)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
@@ -215,16 +213,6 @@ async def attention(request: Request) -> Response:
     return LargeJsonResponse(
         await state.text.run_in_thread(_attention_json, state.settings.served_model_name, attention_query, snapshot)
     )
-
-
-def _require_attention_maps(state: ServerState) -> None:
-    """Raise ApiError 403 unless the server was started with --attention-maps."""
-    if not state.settings.attention_maps:
-        raise ApiError(
-            403,
-            "attention maps are disabled: start the server with --attention-maps",
-            code="attention_off",
-        )
 
 
 def _attention_json(model: str, attention_query: AttentionQuery, snapshot: AttentionSnapshot) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
@@ -35,14 +36,14 @@ from windlass.server.schemas.messages import (
     function_definitions,
     text_of,
 )
-from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, replace_lone_surrogates
+from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, named_choice, replace_lone_surrogates
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.reasoning import ThinkingControl
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -52,11 +53,8 @@ _FIELD_NAMES = {
 }
 
 _THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
-
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
-
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 router = ApiRouter("Messages", "Anthropic's Messages API.")
@@ -66,7 +64,7 @@ MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thr
 
 def chat_request_from_messages(
     body: MessageRequest | CountTokensRequest, model: ThinkingControl
-) -> Translation[ChatRequest]:
+) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -112,7 +110,7 @@ def chat_request_from_messages(
         **_THINKING_FIELD_NAMES,
         **({"reasoning_effort": "output_config.effort"} if by_config else {}),
     }
-    return Translation(chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
@@ -166,8 +164,8 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
         raise bad_request(
             "tool_choice.name is required for type 'tool', and not allowed for other types", "tool_choice.name"
         )
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
+    if choice.name is not None:
+        return named_choice(choice.name)
     return "required" if choice.type == "any" else choice.type
 
 
@@ -195,13 +193,14 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageWriter(BlockWriter):
-    """Writes a content block for each block: `thinking`, `text` or `tool_use`. message: `id` and `model` of the answer."""
+    """Writes a content block for each block: `thinking`, `text` or `tool_use`."""
 
     collects = False  # no event repeats earlier text
 
-    def __init__(self, *args: Any, message: dict[str, Any]) -> None:
-        super().__init__(*args)
-        self._message = {"type": "message", "role": "assistant", **message}
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        super().__init__(job, token_usage)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        self._message = {"type": "message", "role": "assistant", "id": message_id, "model": job.model_name}
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def opening_events(self) -> bytes:
@@ -347,21 +346,16 @@ async def create_message(request: Request) -> Response:
     arrival = time.monotonic()
     state = state_of(request)
     body = await read_body(request, MessageRequest)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
-
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> MessageWriter:
-                message = {"id": f"msg_{uuid.uuid4().hex}", "model": job.model_name}
-                return MessageWriter(state.tokenizer, token_usage, job.options, job.parsing, message=message)
-
-            await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
+            await run_generation(exchange, job, prompts, param="messages", make_writer=partial(MessageWriter, job))
 
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"
@@ -369,7 +363,7 @@ async def create_message(request: Request) -> Response:
     return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING))
 
 
-async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> Translation[ChatRequest]:
+async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:
     made = body, state.thinking
     large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
     return (
@@ -394,7 +388,7 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, CountTokensRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body)
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    chat_request, names = await _translate(state, body)
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
     return LargeJsonResponse(TokenCount(input_tokens=count).json_bytes())

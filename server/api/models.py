@@ -17,7 +17,7 @@ from windlass.server.api.router import ApiRouter, Operation
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
 from windlass.server.schemas.base import StrictModel
-from windlass.server.schemas.response_parts import ScalingValue
+from windlass.server.schemas.response_parts import EffectiveLength, ScalingValue
 from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
 
@@ -25,7 +25,6 @@ router = ApiRouter("Models", "The served model and its adapters.")
 
 # Fields of `ContextSettings` from the server's settings, and from the engine.
 _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
-
 _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
 
 
@@ -94,10 +93,7 @@ class RotaryStep(StrictModel):
 
     up_to: int | None = Field(description="Maximum number of tokens of prompt and output. Null: unlimited.")
     rope_scaling: dict[str, ScalingValue] = Field(description="Scaling of requests up to this length.")
-    effective_length: float | None = Field(
-        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on "
-        "the length."
-    )
+    effective_length: EffectiveLength
     profile: str | None = Field(default=None, description="Profile of the step, if the operator's thresholds name one.")
 
 

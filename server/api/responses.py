@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Path
 from pydantic_core import to_json
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames, Translation
+from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
@@ -29,6 +29,7 @@ from windlass.server.schemas.responses import (
     CallOutputItem,
     CountInputRequest,
     DeletedResponse,
+    FunctionTool,
     InputTokens,
     Item,
     ItemList,
@@ -43,20 +44,19 @@ from windlass.server.schemas.responses import (
     text_of,
 )
 from windlass.server.schemas.tools import (
-    FunctionDefinition,
     MadeFunctionCall,
     MadeToolCall,
-    ToolDefinition,
     allowed_choice,
     named_choice,
+    tool_definition,
 )
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
+from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
-from windlass.server.text.service import Prompt
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -67,7 +67,6 @@ _FIELD_NAMES = {
 }
 
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "call_id", "tool_calls": "call_id", "content": "content"}
-
 _OUTPUT_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 _DELTA_EVENTS = {
@@ -78,19 +77,16 @@ _DELTA_EVENTS = {
 
 # OpenAI's error codes of responses, by status.
 _FAILURE_CODES = {429: "rate_limit_exceeded"}
-
 _ID_SUFFIX_LENGTH = 32  # characters after the prefix of an item's id that are also in its response's id
 
 router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses.")
 
 MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
-
 ITEM_BYTES = 1024  # memory of an item in addition to its text
-
 _INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translation[ChatRequest]:
+def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. earlier: items of the continued conversation."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
@@ -114,6 +110,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["context_overflow"] = _context_overflow(body)
+    tools = cast(list[FunctionTool] | None, body.tools)  # others were refused
     chat = ChatRequest.model_construct(
         **fields,
         messages=messages,
@@ -121,7 +118,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         stop=body.stop,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tools=None if tools is None else [tool_definition(tool, tool.parameters) for tool in tools],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
@@ -129,7 +126,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return Translation(chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES))
+    return chat, FieldNames(_FIELD_NAMES, message_paths, _MESSAGE_FIELD_NAMES)
 
 
 class _MessagesBuilder:
@@ -200,13 +197,6 @@ class _MessagesBuilder:
         self._message_paths.append(path)
 
 
-def _tool(tool: Any) -> ToolDefinition:
-    function = FunctionDefinition.model_construct(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolDefinition.model_construct(type="function", function=function)
-
-
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
@@ -246,11 +236,13 @@ class ResponseWriter(BlockWriter):
 
     def __init__(
         self,
-        *args: Any,
+        job: GenerationJob,
+        token_usage: TokenUsage,
+        *,
         response: dict[str, Any],
         store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
-        super().__init__(*args)
+        super().__init__(job, token_usage)
         self._response = response
         self._id_suffix = str(response["id"]).removeprefix("resp_")
         self._store_response = store_response
@@ -471,7 +463,6 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
 
 
 _QUESTION = {"input": "Where does the river begin?"}
-
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
 _RESPONSE = Operation(
@@ -525,15 +516,15 @@ async def create_response(request: Request) -> Response:
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, ResponseRequest)
     previous = _previous_response(state, body, owner)
-    translated = await _translate(state, body, owner, previous)
-    with translated.names.renamed_errors():
-        chat = await check_chat(state, request, translated.body, arrival=arrival)
+    chat_request, names = await _translate(state, body, owner, previous)
+    with names.renamed_errors():
+        chat = await check_chat(request, chat_request, arrival=arrival)
     writers: list[ResponseWriter] = []  # one, after it was created
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        with translated.names.renamed_errors():
+        with names.renamed_errors():
             prompts, job = await prepare_chat(chat)
             response = new_response(
                 body, model=job.model_name, sampling=job.sampling, drops_turns=job.overflow == "drop_turns"
@@ -542,17 +533,10 @@ async def create_response(request: Request) -> Response:
             def store_response(answer: bytes, output: list[dict[str, Any]]) -> None:
                 _store(state, owner, str(response["id"]), body, previous, answer, output)
 
-            def make_writer(prompts: Sequence[Prompt], token_usage: TokenUsage) -> ResponseWriter:
-                writer = ResponseWriter(
-                    state.tokenizer,
-                    token_usage,
-                    job.options,
-                    job.parsing,
-                    response=response,
-                    store_response=None if body.store is False else store_response,
-                )
-                writers.append(writer)
-                return writer
+            def make_writer(token_usage: TokenUsage) -> ResponseWriter:
+                store = None if body.store is False else store_response
+                writers.append(ResponseWriter(job, token_usage, response=response, store_response=store))
+                return writers[0]
 
             await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
 
@@ -577,9 +561,9 @@ async def count_input_tokens(request: Request) -> Response:
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, CountInputRequest)
     state.check_model(body.model)
-    translated = await _translate(state, body, owner, _previous_response(state, body, owner))
-    with translated.names.renamed_errors():
-        count = await run_while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    chat_request, names = await _translate(state, body, owner, _previous_response(state, body, owner))
+    with names.renamed_errors():
+        count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
     return LargeJsonResponse(InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
 
 
@@ -595,11 +579,11 @@ async def compact_response(request: Request) -> Response:
 
 async def _translate(
     state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
-) -> Translation[ChatRequest]:
+) -> tuple[ChatRequest, FieldNames]:
     """Translate the body into a chat, after its references have been replaced."""
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
-    def translate() -> Translation[ChatRequest]:
+    def translate() -> tuple[ChatRequest, FieldNames]:
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 

@@ -18,7 +18,7 @@ from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
-from windlass.server.schemas.response_parts import RotaryChosen, ScalingValue
+from windlass.server.schemas.response_parts import EffectiveLength, RotaryChosen, ScalingValue
 from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
 from windlass.server.serving.response_format import auto_scaling_object, groups_object
 
@@ -29,16 +29,8 @@ class RotaryInspectRequest(StrictModel):
     """A rotary scaling, as requests set it, and a context length."""
 
     model: RequestedModel = None
-    rope_scaling: RopeScalingField = Field(
-        default=None,
-        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
-        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
-    )
-    rope_update: RopeUpdateField | None = Field(
-        default=None,
-        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
-        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling.",
-    )
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField = None
     length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         default=None,
         description="Length of the context in tokens. It matters to `dynamic` and `longrope` scaling. Default: "
@@ -90,10 +82,7 @@ class InspectedGroup(StrictModel):
         "of `self_extend` and `rerope`, `group_size` of `self_extend`, and `log_n_length`, from "
         "which scores grow. Null: distances are unchanged.",
     )
-    effective_length: float | None = Field(
-        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on "
-        "the length."
-    )
+    effective_length: EffectiveLength
     fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
 
 

@@ -13,9 +13,7 @@ from starlette.responses import Response
 from windlass.server.schemas.base import StrictModel
 
 BODY_ERRORS = (400, 404)
-
 GENERATION_ERRORS = (*BODY_ERRORS, 504)
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -70,6 +68,27 @@ class ApiRouter(APIRouter):
 def json_response(answer: StrictModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Response with the JSON text of a small model."""
     return Response(answer.json_bytes(), status_code=status, media_type="application/json", headers=headers)
+
+
+EXAMPLE_USAGE = {
+    "prompt_tokens": 6,
+    "completion_tokens": 2,
+    "total_tokens": 8,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
+def example_chunk(prefix: str, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
+    """A chunk of an OpenAI stream for the document; without choices, the last one with the usage."""
+    return {
+        "id": f"{prefix}-1",
+        "object": kind,
+        "created": 1767225600,
+        "model": "demo",
+        "system_fingerprint": "fp_4f1d2c3b5a697887",
+        "choices": list(choices),
+        "usage": None if choices else EXAMPLE_USAGE,
+    }
 
 
 def query_parameter(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:

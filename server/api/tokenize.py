@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -13,13 +12,14 @@ from starlette.responses import Response
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.errors import bad_request, response_too_large
-from windlass.server.schemas.base import RequestedModel, StrictModel, TemplateVariables
+from windlass.server.errors import response_too_large
+from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.tools import Tools
-from windlass.server.serving.prompts import check_token_ids
+from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 from windlass.server.serving.tool_calls import tools_for_template
+from windlass.server.text.service import ChatOptions, TokenizeOptions
 
 router = ApiRouter("Tokens", "Text to token ids and back.")
 
@@ -55,11 +55,7 @@ class TokenizeRequest(_TemplateFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
         default=None, description="Turns of the conversation, oldest first."
     )
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
-        "Default: true for a text, false for a chat.",
-    )
+    add_special_tokens: AddSpecialTokens = None
     return_token_strs: bool | None = Field(
         default=None, description="Whether the texts of the tokens are returned. Default: false."
     )
@@ -158,35 +154,27 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
-    if body.messages is not None:
-        text = await _render(state, body, body.messages, caller)
-        add_special_tokens, param = bool(body.add_special_tokens), "messages"
-    else:
-        assert body.prompt is not None
-        text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
     info = state.engine.info
-    return await state.text.tokenize(
-        text,
-        add_special_tokens=add_special_tokens,
-        offsets=body.return_offsets is not False,
-        token_strs=bool(body.return_token_strs),
-        max_model_len=None if info is None else info.max_model_len,
-        param=param,
-        caller=caller,
-    )
+    options: TokenizeOptions = {
+        # A chat template contains the special tokens.
+        "add_special_tokens": (body.messages is None) if body.add_special_tokens is None else body.add_special_tokens,
+        "offsets": body.return_offsets is not False,
+        "token_strs": bool(body.return_token_strs),
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+    if body.messages is not None:
+        return await state.text.tokenize_chat(body.messages, _chat_options(body), caller=caller, **options)
+    assert body.prompt is not None
+    return await state.text.tokenize(body.prompt, caller=caller, **options)
 
 
-async def _render(
-    state: ServerState, body: TokenizeRequest | TemplateRequest, messages: Sequence[ChatMessage], caller: str
-) -> str:
-    return await state.text.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        tools=tools_for_template(body.tools),
-        caller=caller,
-    )
+def _chat_options(body: TokenizeRequest | TemplateRequest) -> ChatOptions:
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": body.chat_template_kwargs,
+        "tools": tools_for_template(body.tools),
+    }
 
 
 @router.endpoint(
@@ -206,7 +194,8 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, TemplateRequest)
     state.check_model(body.model)
     _check_characters(state, body)
-    text = await run_while_connected(request, _render(state, body, body.messages, caller_of(request)))
+    rendering = state.text.render(body.messages, caller=caller_of(request), **_chat_options(body))
+    text = await run_while_connected(request, rendering)
     answer = await state.text.run_in_thread(TemplateAnswer(prompt=text).json_bytes)
     if len(answer) > state.settings.max_response_bytes:
         raise response_too_large(len(answer), state.settings.max_response_bytes)
@@ -242,12 +231,8 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_characters(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
-    most = state.settings.max_tokenize_chars
     if isinstance(body, TokenizeRequest) and body.prompt is not None:
-        size, param = len(body.prompt), "prompt"
+        check_tokenized_characters(state, len(body.prompt), "prompt")
     else:
-        size, param = sum(len(message.content or "") for message in body.messages or ()), "messages"
-    if size > most:
-        raise bad_request(
-            f"{param} holds {size} characters, at most {most} are tokenized at once", param, "string_too_long"
-        )
+        characters = sum(len(message.content or "") for message in body.messages or ())
+        check_tokenized_characters(state, characters, "messages")

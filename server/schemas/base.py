@@ -64,17 +64,13 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
 }
 
 INT32_MAX = 2**31 - 1
-
 INT64_MAX = 2**63 - 1
-
 MAX_FREE_FORM = 100_000  # values inside free-form JSON
-
 MAX_NAME = 64  # characters of an unknown field's name in an error
 
 MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 
 _TOKEN = {"type": "integer", "minimum": 0}
-
 OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
 
 
@@ -238,6 +234,14 @@ RequestedModel = Annotated[
     str | None, Field(description="Name of the served model or of one of its adapters. Default: the served model.")
 ]
 
+AddSpecialTokens = Annotated[
+    bool | None,
+    Field(
+        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
+        "Default: true for a text, false for a chat."
+    ),
+]
+
 TemplateVariables = Annotated[
     FreeForm | None, Field(description="Additional variables of the chat template. They override the operator's.")
 ]
@@ -246,6 +250,10 @@ StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=16, fail_fast=True),
     AcceptsString(_list_from_string),
+]
+
+StopField = Annotated[
+    StopStrings | None, Field(description="Strings that end the answer: one string or a list. Default: none.")
 ]
 
 
@@ -300,12 +308,25 @@ class RopeUpdateObject(StrictModel):
         return exact
 
 
-# An object, the name of a profile, or null.
-RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None)]
+RopeScalingField = Annotated[
+    Any,
+    BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None),
+    Field(
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
+        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's."
+    ),
+]
+
+_RopeUpdate = Annotated[
+    RopeUpdateObject, BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject)
+]
 
 RopeUpdateField = Annotated[
-    RopeUpdateObject,
-    BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
+    _RopeUpdate | None,
+    Field(
+        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
+        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling."
+    ),
 ]
 
 
@@ -314,21 +335,9 @@ class EngineRequestFields(StrictModel):
 
     model: RequestedModel = None
     user: str | None = Field(default=None, description="Accepted without effect.")
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
-        "Default: true for a text, false for a chat.",
-    )
-    rope_scaling: RopeScalingField = Field(
-        default=None,
-        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
-        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's.",
-    )
-    rope_update: RopeUpdateField | None = Field(
-        default=None,
-        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
-        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling.",
-    )
+    add_special_tokens: AddSpecialTokens = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField = None
     attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         default=None,
         description="Number of most recent tokens that each token attends to, itself included. Default: the "

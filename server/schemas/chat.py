@@ -34,7 +34,6 @@ from windlass.server.schemas.tools import (
 )
 
 MAX_MESSAGES = 16384
-
 MAX_CALLS = 128  # in one message
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
-from windlass.server.schemas.base import INT32_MAX, StopStrings, StrictModel, TextsOrTokens
+from windlass.server.schemas.base import INT32_MAX, StopField, StrictModel, TextsOrTokens
 from windlass.server.schemas.generation import GenerationRequest, SharedRequest, only_empty
 from windlass.server.schemas.response_parts import (
     ErrorAnswer,
@@ -163,9 +163,7 @@ class InfillRequest(SharedRequest):
         description="Maximum number of generated tokens. 0: the prompt is only cached; -1: as many as fit. "
         "Default: `--default-max-tokens`.",
     )
-    stop: StopStrings | None = Field(
-        default=None, description="Strings that end the answer: one string or a list. Default: none."
-    )
+    stop: StopField = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None, description="llama.cpp's name of `repetition_penalty`."
     )

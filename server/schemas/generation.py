@@ -19,7 +19,7 @@ from windlass.server.schemas.base import (
     EngineRequestFields,
     LogitBias,
     SequenceBreakers,
-    StopStrings,
+    StopField,
     StrictModel,
     TokenId,
     without_nulls,
@@ -291,9 +291,7 @@ class GenerationRequest(SharedRequest):
         description="Number of answers generated per prompt, of which the `n` most likely are returned. Default: `n`.",
     )
     stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
-    stop: StopStrings | None = Field(
-        default=None, description="Strings that end the answer: one string or a list. Default: none."
-    )
+    stop: StopField = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
         description="Number of alternatives per prompt token whose log-probabilities are returned. 0: only the "

@@ -26,11 +26,11 @@ from windlass.server.schemas.generation import SharedRequest, only_empty, unsupp
 from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     MAX_TOOLS,
-    FunctionDefinition,
     FunctionName,
     ToolDefinition,
     check_functions,
     check_parameters,
+    tool_definition,
 )
 
 MAX_BLOCKS = 4096
@@ -194,15 +194,7 @@ _Tool = Annotated[
 
 def function_definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
     """Tools of a request (`CustomTool`) as tools of a chat."""
-    return [
-        ToolDefinition.model_construct(
-            type="function",
-            function=FunctionDefinition.model_construct(
-                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-            ),
-        )
-        for tool in tools
-    ]
+    return [tool_definition(tool, tool.input_schema) for tool in tools]
 
 
 def _check_tools(value: list[CustomTool]) -> list[CustomTool]:

@@ -11,7 +11,6 @@ from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictM
 from windlass.server.schemas.response_parts import Envelope
 
 MAX_INPUTS = 2048  # OpenAI's limit
-
 MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
 Input = Annotated[

@@ -78,6 +78,13 @@ FinishReason = Literal["stop", "length"]
 
 ScalingValue = float | int | bool | str | list[float]
 
+EffectiveLength = Annotated[
+    float | None,
+    Field(
+        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on the length."
+    ),
+]
+
 
 class ContextUse(StrictModel):
     """Effects of the context rules on an answer. Fields that do not apply are absent."""
@@ -110,10 +117,7 @@ class RotaryOfGroup(StrictModel):
 
     rope_type: str = Field(description="Kind of the scaling.")
     parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
-    effective_length: float | None = Field(
-        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on "
-        "the length."
-    )
+    effective_length: EffectiveLength
     fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
 
 
@@ -136,10 +140,7 @@ class Rotary(StrictModel):
     rope_type: str = Field(description="Kind of the scaling.")
     parameters: dict[str, ScalingValue] = Field(description="Parameters of the scaling, including `rope_theta`.")
     policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
-    effective_length: float | None = Field(
-        description="Length that the frequencies were computed for, in tokens. Null if they do not depend on "
-        "the length."
-    )
+    effective_length: EffectiveLength
     fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
     moves: int = Field(description="Number of times that cached keys were rotated to other frequencies.")
     groups: dict[str, RotaryOfGroup] | None = Field(

@@ -12,7 +12,7 @@ from windlass.server.schemas.base import (
     INT32_MAX,
     OTHER_TAG,
     AcceptsString,
-    StopStrings,
+    StopField,
     StrictModel,
     TemplateVariables,
     UnsupportedKind,
@@ -35,7 +35,6 @@ from windlass.server.schemas.tools import (
 )
 
 MAX_ITEMS = 16384
-
 MAX_PARTS = 4096
 
 Id = Annotated[str, Field(max_length=256)]
@@ -43,13 +42,9 @@ Id = Annotated[str, Field(max_length=256)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 INCOMPLETE = "incomplete"
-
 _OUTPUT_ONLY_FIELDS = frozenset({"status", "created_by", "caller"})
-
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-
 LOGPROBS = "message.output_text.logprobs"
-
 MAX_METADATA = 16
 
 
@@ -242,11 +237,6 @@ _Tool = Annotated[
 ]
 
 
-def _check_tools(value: list[FunctionTool]) -> list[FunctionTool]:
-    check_functions(value)
-    return value
-
-
 def _check_tool_choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
@@ -351,12 +341,10 @@ class ResponseRequest(SharedRequest):
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         default=None, description="Maximum number of generated tokens. Default: `--default-max-tokens`."
     )
-    stop: StopStrings | None = Field(
-        default=None, description="Strings that end the answer: one string or a list. Default: none."
-    )
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)] | None = (
-        Field(default=None, description="Functions that the model may call. Default: none.")
-    )
+    stop: StopField = None
+    tools: (
+        Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_functions)] | None
+    ) = Field(default=None, description="Functions that the model may call. Default: none.")
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
         default=None,
         description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, "

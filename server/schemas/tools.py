@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -20,15 +20,10 @@ from windlass.server.schemas.base import (
 )
 
 MAX_TOOLS = 128
-
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
-
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
-
 PROVIDER_FIELDS = "provider_specific_fields"  # field that litellm adds to every part of an answer
-
 ALLOWED_TOOLS = "allowed_tools"
-
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
 # An escape in JSON: a surrogate pair, a lone surrogate, or any other.
@@ -123,6 +118,9 @@ class FunctionDefinition(StrictModel):
     )
 
 
+F = TypeVar("F", bound=FunctionDefinition)
+
+
 class ToolDefinition(StrictModel):
     """A tool that the model may call. `cache_control` has no effect."""
 
@@ -150,8 +148,16 @@ def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
     return cast(Sequence[ToolDefinition], tools)
 
 
-def check_functions(functions: Sequence[FunctionDefinition]) -> None:
-    """Raise if two functions have the same name, or if all are too large together."""
+def tool_definition(tool: Any, parameters: dict[str, Any] | None) -> ToolDefinition:
+    """A tool in the form of a chat. tool: checked, in the form of another API, with `name`, `description` and `strict`."""
+    function = FunctionDefinition.model_construct(
+        name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict
+    )
+    return ToolDefinition.model_construct(type="function", function=function)
+
+
+def check_functions(functions: list[F]) -> list[F]:
+    """Return the functions; raise if two functions have the same name, or if all are too large together."""
     names: set[str] = set()
     size = 0
     for function in functions:
@@ -163,15 +169,11 @@ def check_functions(functions: Sequence[FunctionDefinition]) -> None:
         raise PydanticCustomError(
             "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_TOOLS_BYTES, "size": size}
         )
+    return functions
 
 
 def _check_tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
     check_functions([tool.function for tool in value])
-    return value
-
-
-def _check_functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
-    check_functions(value)
     return value
 
 
@@ -241,7 +243,7 @@ def _function_choice(value: Any) -> Any:
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 Functions = Annotated[
-    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_functions)
+    list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_functions)
 ]
 
 ToolChoice = Annotated[

@@ -6,25 +6,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from windlass.server.app.state import ServerState, caller_of
+from windlass.server.app.state import ServerState, state_of
 from windlass.server.errors import ApiError, after_dropping_turns, bad_request
-from windlass.server.observability.logging import request_id
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
 from windlass.server.serving.context_rules import retain_system_prompt
 from windlass.server.serving.generation import check_generation
 from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
-from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output
+from windlass.server.serving.prompts import check_tokenized_characters
+from windlass.server.serving.structured_output import parse_structured_output
 from windlass.server.serving.tool_calls import plan_tools, tools_for_template
 from windlass.server.text.chat_messages import check_history
-from windlass.server.text.reasoning import HARMONY
-from windlass.server.text.service import Prompt
+from windlass.server.text.service import ChatOptions, Prompt
 
 T = TypeVar("T")
-
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
@@ -96,27 +94,21 @@ async def fit_turns(
     return best[0], most
 
 
-async def check_chat(state: ServerState, request: Request, body: ChatRequest, *, arrival: float) -> GenerationJob:
+async def check_chat(request: Request, body: ChatRequest, *, arrival: float) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field."""
-    info = admit_request(request, body)
+    info, state = admit_request(request, body), state_of(request)
     arguments = body, state.tokenizer, state.settings.tool_call_parser
     plan = partial(plan_tools, *arguments, has_output_format=parse_structured_output(body) is not None)
     has_tools = body.tools or body.functions  # which may be large
-    use = await state.text.run_in_thread(plan) if has_tools else plan()
-    job = check_generation(
-        state,
+    return check_generation(
+        request,
         body,
         info,
-        request_id=request_id(request.scope),
-        caller=caller_of(request),
         arrival=arrival,
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
-        parsing=use.parsing,
-        forced=None if use.grammar is None else StructuredOutput("lark", use.grammar, use.field),
-        calls="" if state.thinking.name == HARMONY else use.calls,  # Harmony has calls in separate channels
+        tools=await state.text.run_in_thread(plan) if has_tools else plan(),
     )
-    return replace(job, tools=use.tools)
 
 
 def _logprobs(body: ChatRequest) -> int | None:
@@ -155,24 +147,22 @@ async def prepare_chat(job: GenerationJob) -> tuple[list[Prompt], GenerationJob]
 
 async def count_chat(state: ServerState, body: ChatRequest, caller: str) -> int:
     """Tokens of a chat's prompt, of any context length; raises ApiError if it cannot be made."""
-    characters = sum(len(message.content or "") for message in body.messages)
-    if characters > state.settings.max_tokenize_chars:
-        raise bad_request(
-            f"messages hold {characters} characters, at most {state.settings.max_tokenize_chars} are tokenized at once",
-            "messages",
-            "string_too_long",
-        )
+    check_tokenized_characters(state, sum(len(message.content or "") for message in body.messages), "messages")
+    options = _chat_options(state, body, tools_for_template(body.tools))
+    special = bool(body.add_special_tokens)
     prompt = await state.text.encode_chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=state.thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
-        tools=tools_for_template(body.tools),
-        add_special_tokens=bool(body.add_special_tokens),
-        max_model_len=None,
-        caller=caller,
+        body.messages, add_special_tokens=special, max_model_len=None, caller=caller, **options
     )
     return len(prompt.token_ids)
+
+
+def _chat_options(state: ServerState, body: ChatRequest, tools: list[dict[str, Any]] | None) -> ChatOptions:
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": state.thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+        "tools": tools,
+    }
 
 
 def _chat_body(job: GenerationJob) -> ChatRequest:
@@ -186,15 +176,12 @@ async def _encode_chat(job: GenerationJob, messages: Sequence[ChatMessage]) -> P
     with scaling_hint(job):
         return await job.state.text.encode_chat(
             messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=job.state.thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
-            tools=job.tools,
             add_special_tokens=bool(body.add_special_tokens),  # templates contain the special tokens
             max_model_len=job.size.longest_prompt,
             truncate=body.truncate_prompt_tokens,
             keep_first=body.truncation_side == "right",
             caller=job.caller,
+            **_chat_options(job.state, body, job.tools),
         )
 
 

@@ -145,7 +145,7 @@ class Generation:
         detokenizer = Detokenizer(
             job.state.tokenizer,
             self._prompts[prompt_index].token_ids,
-            skip_special_tokens=job.options.skip_special_tokens,
+            skip_special_tokens=job.body.skip_special_tokens is not False,
             stop=tuple(job.body.stop or ()),
             include_stop=self._include_stop,
             min_tokens=job.sampling.min_tokens,

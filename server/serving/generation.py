@@ -6,26 +6,21 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+
+from starlette.requests import Request
 
 from windlass.engine.errors import RequestError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.app.state import ServerState
+from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import answer_exceeds_context, bad_request
+from windlass.server.observability.logging import request_id
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
-from windlass.server.serving.job import (
-    GenerationJob,
-    ResponseOptions,
-    build_engine_request,
-    envelope,
-    resolve_deadline,
-    scaling_hint,
-)
+from windlass.server.serving.job import GenerationJob, build_engine_request, scaling_hint
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
 from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, Writer
@@ -38,39 +33,36 @@ from windlass.server.serving.sampling_params import (
 )
 from windlass.server.serving.streaming import Exchange
 from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output, with_thinking_prefix
+from windlass.server.serving.tool_calls import NO_TOOLS, ToolPlan
 from windlass.server.text.detokenizer import LineLimits
+from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt
-from windlass.server.text.stream_parser import ParsingPlan
 
 TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
 def check_generation(
-    state: ServerState,
+    request: Request,
     body: GenerationRequest,
     info: ModelInfo,
     *,
-    request_id: str,
-    caller: str,
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
     echo: bool = False,
-    parsing: ParsingPlan | None = None,
-    forced: StructuredOutput | None = None,
-    calls: str = "",
+    tools: ToolPlan = NO_TOOLS,
     line_limits: LineLimits | None = None,
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
-    forced: form of the output that another field requires. calls: Lark of calls, an alternative to the requested form.
     line_limits: limits on the lines of the output.
     """
+    state, caller = state_of(request), caller_of(request)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
-    structured = parse_structured_output(body)
+    structured, forced = parse_structured_output(body), tools.forced
     # `response_format` is about the text, which an output of calls does not have.
     if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
@@ -78,6 +70,7 @@ def check_generation(
             structured.field,
             "invalid_grammar",
         )
+    calls = "" if state.thinking.name == HARMONY else tools.calls  # Harmony has calls in separate channels
     chat = isinstance(body, ChatRequest)
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
@@ -93,38 +86,26 @@ def check_generation(
         defaults=state.settings.sampling,
     )
     rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
-    usage = body.stream_options
     return GenerationJob(
         state=state,
         body=body,
         info=info,
-        request_id=request_id,
+        request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
-        deadline=resolve_deadline(body, state.settings, arrival),
         sampling=sampling,
         rotation=rotation,
-        options=ResponseOptions(
-            n=n,
-            samples=samples,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            return_token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            usage_at_end=usage is not None and bool(usage.include_usage),
-            usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
-            max_bytes=state.settings.max_response_bytes,
-        ),
+        logprobs=logprobs,
         overflow=overflow,
         rule=rule,
         reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
         size=rotation.limit_context(info.size(rule)),
-        parsing=parsing,
+        parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
+        tools=tools.tools,
     )
 
 
@@ -159,7 +140,7 @@ async def run_generation(
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], TokenUsage], Writer],
+    make_writer: Callable[[TokenUsage], Writer],
 ) -> None:
     """Generate for `prompts` and respond. param: the field of the prompts, for errors."""
     state = job.state
@@ -170,7 +151,7 @@ async def run_generation(
             state.metrics.count_adapter_request(job.adapter.source.name)
         generation = Generation(job, prompts, await _build_requests(job, prompts, param))
         token_usage = generation.token_usage
-        writer = make_writer(prompts, token_usage)
+        writer = make_writer(token_usage)
         streaming = bool(job.body.stream)
         state.callers.charge_prompt_tokens(job.caller, token_usage.prompt_tokens)
         observers = generation_observers(exchange, job, prompts, token_usage)
@@ -259,11 +240,3 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
         requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
     return requests
-
-
-def fingerprinted_envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
-    """`envelope` with the fingerprint of the model and its settings."""
-    return {
-        **envelope(prefix, kind, job),
-        "system_fingerprint": job.state.fingerprint_with_adapter(job.info, job.adapter),
-    }

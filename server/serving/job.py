@@ -15,7 +15,7 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, caller_of, state_of
-from windlass.server.config.settings import ContextOverflow, ServerSettings
+from windlass.server.config.settings import ContextOverflow
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.observability.logging import set_request_id
 from windlass.server.schemas.base import EngineRequestFields
@@ -29,31 +29,8 @@ from windlass.server.text.stream_parser import ParsingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """What a response shows.
-
-    n: choices per prompt. samples: outputs per prompt, of which the best n are shown.
-    logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities.
-    tokens_as_ids: name tokens in log-probabilities "token_id:17" instead of by text, which may be ambiguous.
-    usage_at_end, usage_always: `stream_options`.
-    max_bytes: a larger response fails.
-    """
-
-    n: int = 1
-    samples: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    skip_special_tokens: bool = True
-    usage_at_end: bool = False
-    usage_always: bool = False
-    max_bytes: int = 2**63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestJob:
-    """A checked request that waits for its prompts. caller: for turns and limits. arrival, deadline: monotonic seconds."""
+    """A checked request that waits for its prompts. caller: for turns and limits. arrival: monotonic seconds."""
 
     state: ServerState
     body: GenerationRequest | PromptRequest
@@ -61,11 +38,16 @@ class RequestJob:
     request_id: str
     caller: str
     arrival: float
-    deadline: float | None
     rotation: Rotation
     rule: ContextRule
     priority: int = 0
     adapter: ServedAdapter | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """Arrival plus the timeout of the request or the server's default, in monotonic seconds."""
+        seconds = self.state.settings.default_timeout if self.body.timeout is None else self.body.timeout
+        return None if seconds is None else self.arrival + seconds
 
     @property
     def model_name(self) -> str:
@@ -77,14 +59,15 @@ class RequestJob:
 class GenerationJob(RequestJob):
     """A checked request that generates.
 
-    sampling: for all prompts; max_tokens is clamped per prompt. size: what the context holds under `rule`.
+    sampling: for all prompts; max_tokens is clamped per prompt. logprobs: alternatives per generated token that the response
+    shows, None for no log-probabilities. size: what the context holds under `rule`.
     parsing: parser of the output, None if all text is content. structured: required form of the output. phase: where the output
     begins in the model's thinking. tools: for the chat template. dropped_turns: turns left out of the chat, None if none may be.
     """
 
     body: GenerationRequest
     sampling: SamplingParams
-    options: ResponseOptions
+    logprobs: int | None
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
     size: ContextSize
@@ -126,12 +109,6 @@ def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:
     state = state_of(request)
     state.check_model(body.model)
     return state.admit(caller_of(request))
-
-
-def resolve_deadline(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
-    """Deadline of a request, by its timeout or the server's default; `time.monotonic()` seconds like `arrival`."""
-    seconds = settings.default_timeout if body.timeout is None else body.timeout
-    return None if seconds is None else arrival + seconds
 
 
 def build_engine_request(

@@ -18,6 +18,7 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.auto_scaling import AUTO
 from windlass.server.errors import to_api_error
 from windlass.server.observability.recording import WorkloadRecorder
+from windlass.server.schemas.base import without_nulls
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 OK = "ok"
-
 P = ParamSpec("P")
 
 
@@ -130,8 +130,7 @@ class _Recorder(ABC):
         outcome, now, clock = outcome_code(error, interruption_code), time.monotonic(), time.time()
 
         def line() -> dict[str, Any]:  # built on the recorder's thread
-            fields = self._line(outcome, now, clock)
-            return {name: value for name, value in fields.items() if value is not None}
+            return without_nulls(self._line(outcome, now, clock))
 
         self.recorder.put(line, header=lambda: _header(self.recorder, self.job, clock))
 
@@ -214,7 +213,7 @@ class PoolingRecorder(_Recorder):
         line: dict[str, Any] = {
             **_common_fields(job, self.route, now, clock),
             "prompt_tokens": [len(ids) for ids in self.prompts],
-            "fields": {name: value for name, value in fields.items() if value is not None},
+            "fields": without_nulls(fields),
             "pooling": {name: value for name, value in asdict(self.rules[0]).items() if name != "second_from"},
             "outcome": outcome,
             "seconds": round(now - job.arrival, 6),
@@ -299,7 +298,7 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
         "priority": job.priority or None,
         **_rope_fields(rotation, body.rope_scaling),
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return without_nulls(fields)
 
 
 def _text_fields(job: GenerationJob) -> dict[str, Any]:
@@ -314,7 +313,7 @@ def _text_fields(job: GenerationJob) -> dict[str, Any]:
         "logit_bias": None if sampling.logit_bias is None else {str(k): v for k, v in sampling.logit_bias.items()},
         "cache_salt": body.cache_salt,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return without_nulls(fields)
 
 
 def _depends_on_texts(job: GenerationJob) -> bool:

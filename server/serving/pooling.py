@@ -25,7 +25,6 @@ from windlass.server.serving.job import (
     PoolingJob,
     admit_request,
     build_engine_request,
-    resolve_deadline,
     scaling_hint,
 )
 from windlass.server.serving.observers import observe_request, pooling_observers
@@ -34,7 +33,6 @@ from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.streaming import Exchange
 
 B = TypeVar("B", bound=PromptRequest)
-
 _NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
@@ -60,7 +58,6 @@ async def begin_pooling(request: Request, model: type[B]) -> tuple[B, PoolingJob
         request_id=request_id(request.scope),
         caller=caller,
         arrival=arrival,
-        deadline=resolve_deadline(body, settings, arrival),
         rotation=rotation,
         rule=rule,
         longest=longest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from windlass.server.app.state import ServerState
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.completions import CompletionRequest, FilePassage, InfillRequest
 from windlass.server.serving.job import GenerationJob
@@ -12,7 +13,6 @@ from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.service import Prompt
 
 MAX_SUFFIX_TOKENS = 1 << 20  # tokens in all copies of a suffix
-
 _IDS_PER_BATCH = 100_000  # checked while the interpreter lock is held
 
 
@@ -76,6 +76,15 @@ def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
             raise bad_request(
                 f"{param}: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", param
             )
+
+
+def check_tokenized_characters(state: ServerState, characters: int, param: str) -> None:
+    """Raise ApiError for more text than a request may have tokenized regardless of the context."""
+    most = state.settings.max_tokenize_chars
+    if characters > most:
+        raise bad_request(
+            f"{param}: {characters} characters, at most {most} are tokenized at once", param, "string_too_long"
+        )
 
 
 def require_fill_in(job: GenerationJob, param: str) -> FimTokens:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 NOT_ALLOWED = "rope_scaling_not_allowed"
-
 _MAX_LISTED_NAMES = 20  # of profiles in an error
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.errors import response_too_large
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
-from windlass.server.serving.response_format import JsonList, encode, encode_pieces, prompt_logprobs_object
+from windlass.server.serving.job import GenerationJob, envelope
+from windlass.server.serving.response_format import JsonList, encode_pieces, prompt_logprobs_object
 from windlass.server.text.service import Prompt
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are encoded at once
 LARGE_RESPONSE_BYTES = 256 * 1024  # from which encoding a response would block the event loop
-
 T = TypeVar("T")
 
 
@@ -39,25 +35,36 @@ class ByteBudget:
             raise response_too_large(self.size, self._limit)
 
 
-class Writer(Protocol):
-    """Writes the response of one request: `event` and `last_event` for streams, `add` and `pieces` otherwise."""
+class Writer(ABC):
+    """Writes the response of one request: `event` and `last_event` for streams, `add` and `pieces` otherwise.
 
-    budget: ByteBudget
+    budget: bytes of a response, or of the parts of a stream that are stored.
+    """
 
+    def __init__(self, job: GenerationJob, token_usage: TokenUsage) -> None:
+        self.job = job
+        self.token_usage = token_usage
+        self.budget = ByteBudget(job.state.settings.max_response_bytes)
+
+    @abstractmethod
     def event(self, delta: Delta) -> bytes:
         """The events of one delta; empty if there are none yet."""
 
     def last_event(self) -> bytes:
         """The events after those of all deltas."""
+        return b""
 
+    @abstractmethod
     def add(self, delta: Delta) -> None:
         """Collect a delta. Raises ApiError if the response becomes too large."""
 
+    @abstractmethod
     def pieces(self) -> list[bytes]:
-        """The response as JSON, after all deltas."""
+        """The response as JSON, after all deltas. Call it on a thread if it is large."""
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Encode the log-probabilities of a prompt."""
+        """Encode the log-probabilities of a prompt. Call it on a thread: long prompts take a while."""
+        raise AssertionError("this API has no log-probabilities of prompts")
 
 
 @dataclass(slots=True)
@@ -91,35 +98,37 @@ class CollectedChoice:
         return self.logprob_sum / self.num_logprobs if self.num_logprobs else float("-inf")
 
 
-class ChoiceWriter(ABC):
+class ChoiceWriter(Writer):
     """Writes responses that have choices.
 
     Log-probabilities are encoded as they come, so that a large response is stored as text instead of millions of objects.
-    envelope: first fields of every chunk (id, object, created, model).
+    prefix, kind: of the response's id, and its `object`.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Prompt],
-        token_usage: TokenUsage,
-        options: ResponseOptions,
-        envelope: dict[str, Any],
+        self, job: GenerationJob, prompts: Sequence[Prompt], token_usage: TokenUsage, prefix: str, kind: str
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(job, token_usage)
+        state, usage = job.state, job.body.stream_options
+        self.tokenizer = state.tokenizer
         self.prompts = prompts
-        self.token_usage = token_usage
-        self.options = options
-        self.envelope = envelope
+        self.samples = job.sampling.n  # per prompt; the best `n` of them are shown
+        self.token_ids = bool(job.body.return_token_ids)
+        self.names = bool(job.body.return_tokens_as_token_ids)  # "token_id:17" instead of texts, which may be ambiguous
+        self.usage_at_end = bool(usage and usage.include_usage)
+        self.usage_always = bool(usage and usage.include_usage and usage.continuous_usage_stats)
+        self.envelope = {
+            **envelope(prefix, kind, job),
+            "system_fingerprint": state.fingerprint_with_adapter(job.info, job.adapter),
+        }
         self.prompt_objects: dict[int, JsonList] = {}
         self.results: dict[int, CollectedChoice] = {}
         # A plain chunk is joined from bytes, because only its text varies.
-        self._head = b"data: " + to_json(envelope)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
-        self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
+        self._head = b"data: " + to_json(self.envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.usage_at_end else b"]}\n\n"
+        self._detailed = job.logprobs is not None or self.token_ids or self.usage_always
         self._begun: set[int] = set()
         self._rotary: dict[int, dict[str, Any]] = {}  # of the finished choices of a stream
-        self.budget = ByteBudget(options.max_bytes)  # of a response, or of the first events of a stream
 
     # ---- per API -----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -148,7 +157,6 @@ class ChoiceWriter(ABC):
 
     # ---- streams -----------------------------------------------------------------------------------------------------
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta; empty if there are none yet."""
         first = b""
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -168,39 +176,28 @@ class ChoiceWriter(ABC):
 
     def last_event(self) -> bytes:
         """The usage chunk, if requested."""
-        if not self.options.usage_at_end:
+        if not self.usage_at_end:
             return b""
         payload = {**self.envelope, "choices": [], "usage": usage_object(self.token_usage)}
         if self._rotary:
             payload["rotary"] = self._rotary[min(self._rotary)]
         return b"data: " + to_json(payload) + b"\n\n"
 
-    def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
-        """One chunk as an event."""
+    def chunk(self, choices: list[dict[str, Any]], encoder: Callable[[Any], bytes] = to_json, **fields: Any) -> bytes:
+        """One chunk as an event. encoder: `encode` for a chunk that may contain `JsonList`s."""
         payload = {**self.envelope, "choices": choices, **fields}
-        if self.options.usage_always:
-            payload["usage"] = usage_object(self.token_usage)
-        elif self.options.usage_at_end:
-            payload["usage"] = None
-        return b"data: " + to_json(payload) + b"\n\n"
-
-    def opening(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
-        """A chunk that may contain `JsonList`s."""
-        payload = {**self.envelope, "choices": choices, **fields}
-        if self.options.usage_at_end or self.options.usage_always:
-            payload["usage"] = usage_object(self.token_usage) if self.options.usage_always else None
-        return b"data: " + encode(payload) + b"\n\n"
+        if self.usage_at_end:
+            payload["usage"] = usage_object(self.token_usage) if self.usage_always else None
+        return b"data: " + encoder(payload) + b"\n\n"
 
     # ---- responses ---------------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Collect a delta. Raises ApiError if the response becomes too large."""
         self.results.setdefault(delta.choice, CollectedChoice()).add(delta)
-        self.budget.add(len(delta.text) + (4 * len(delta.token_ids) if self.options.return_token_ids else 0))
-        if self.options.logprobs is not None:
+        self.budget.add(len(delta.text) + (4 * len(delta.token_ids) if self.token_ids else 0))
+        if self.job.logprobs is not None:
             self.budget.add(self.store_logprobs(delta))
 
     def pieces(self) -> list[bytes]:
-        """The response as JSON, after all choices have finished. Call it on a thread if it is large."""
         return list(encode_pieces(self.answer()))
 
     def answer(self) -> dict[str, Any]:
@@ -208,7 +205,7 @@ class ChoiceWriter(ABC):
 
         `rotary` is that of the first choice; if the choices differ, each has its own too.
         """
-        n, samples = self.options.n, self.options.samples
+        n, samples = self.job.body.n or 1, self.samples
         choices: list[dict[str, Any]] = []
         rotary: list[dict[str, Any] | None] = []
         for prompt_index in range(len(self.prompts)):
@@ -233,12 +230,12 @@ class ChoiceWriter(ABC):
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Encode the log-probabilities of a prompt. Call it on a thread: long prompts take a while."""
-        if self.options.prompt_logprobs is not None:
+        top = self.job.body.prompt_logprobs
+        if top is not None:
             found = self.prompt_objects[prompt_index] = JsonList()
             for piece in in_batches(entries):
                 before = found.size
-                found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
+                found.extend(prompt_logprobs_object(self.tokenizer, piece, top))
                 self.budget.add(found.size - before)
 
 

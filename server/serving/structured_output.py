@@ -15,7 +15,6 @@ from windlass.server.text.reasoning import HARMONY, ThinkingControl, ThinkingFor
 MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
 MAX_VALUES = 50_000  # objects, lists, strings and numbers in a schema
 MAX_CHOICES = 4096
-
 _ANSWER = "answer"
 # White space allowed before an opening marker from which a budget counts, and after a closing one.
 _SPACES = (r"BEFORE: /[ \t\r\n]{0,2}/", r"SPACE: /[ \t\r\n]{0,4}/")

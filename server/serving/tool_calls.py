@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
+from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
 from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
@@ -28,15 +29,17 @@ class ToolPlan:
     """The tools of a request.
 
     tools: for the template. parsing: None if the output is not searched for calls.
-    grammar: Lark of an output of calls only, None if calls are optional. field: the field that requires them.
-    calls: the same Lark as an alternative to a required form of the text; empty if there is none.
+    forced: form of an output of calls only, None if calls are optional.
+    calls: Lark of such an output as an alternative to a required form of the text; empty if there is none.
     """
 
     tools: list[dict[str, Any]] | None = None
     parsing: ParsingPlan | None = None
-    grammar: str | None = None
-    field: str = "tool_choice"
+    forced: StructuredOutput | None = None
     calls: str = ""
+
+
+NO_TOOLS = ToolPlan()
 
 
 def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
@@ -55,7 +58,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
             raise bad_request(
                 f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
             )
-        return ToolPlan()
+        return NO_TOOLS
     tools = [_template_tool(function) for function in functions]
     if choice == "none":
         return ToolPlan(tools)
@@ -93,9 +96,9 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
         disallowed=offered.keys() - schemas.keys(),
     )
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, legacy)
-    if not must_call:
-        return ToolPlan(tools, parsing, calls=grammar or "")
-    return ToolPlan(tools, parsing, grammar, field)
+    if must_call and grammar is not None:
+        return ToolPlan(tools, parsing, StructuredOutput("lark", grammar, field))
+    return ToolPlan(tools, parsing, calls=grammar or "")
 
 
 def _parse_tool_choice(choice: Any) -> tuple[list[str] | None, bool]:

@@ -14,15 +14,10 @@ from windlass.server.schemas.tools import MadeFunctionCall, parse_arguments
 from windlass.server.text.template_facts import TemplateCapabilities
 
 _IGNORED_FIELDS = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
-
 _EXCLUDED_FIELDS = {"type", *_IGNORED_FIELDS, "function_call", "tool_calls", "tool_call_id", "content"}
-
 MAX_ARGUMENT_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
-
 _ROLES_WITH_CONTENT = frozenset({"user", "system", "developer"})
-
 _ROLES = (*sorted(_ROLES_WITH_CONTENT), "assistant", "tool", "function")
-
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 

@@ -19,11 +19,9 @@ from windlass.server.text.pair_prompts import PairField, PairPrompt, PairTemplat
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
-
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templates read the first
 _PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
-
 _ROLES: dict[PairField, str] = {"instruction": "system", "query": "query", "document": "document"}
 _PLACEHOLDERS: dict[PairField, str] = {"instruction": "\ue000", "query": "\ue001", "document": "\ue002"}  # private use
 _SPACE = "\u2003"  # white space that no template contains; whether it remains shows whether a text is trimmed

@@ -30,7 +30,6 @@ HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
 HARMONY_CLOSES = ("<|end|>",)
 SPACE = " \t\r\n"
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
-
 _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thinking on and off
 _EFFORT = "reasoning_effort"
 _BUDGET = "thinking_budget"
@@ -92,7 +91,6 @@ def _last_index(text: str, markers: Sequence[str]) -> int:
 
 
 QWEN3 = ThinkingFormat(name="qwen3", opens=("<think>",), closes=("</think>",))
-
 DEEPSEEK_R1 = replace(QWEN3, name="deepseek_r1", always=True)
 
 GRANITE = ThinkingFormat(
@@ -112,7 +110,6 @@ GEMMA4 = ThinkingFormat(
 )
 
 FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE, GEMMA4)}
-
 NAMES = (AUTO, *FORMATS, HARMONY, NONE)
 
 

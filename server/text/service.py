@@ -19,8 +19,8 @@ from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of
-from windlass.server.text.workers.frames import WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, Limits, QueueFullError, TextPool
+from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
+from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool
 from windlass.server.text.workers.processes import (
     KilledError,
     OutOfMemoryError,
@@ -35,18 +35,15 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 MAX_BATCH_TEXTS = 32  # short prompts tokenized in one job; other callers take turns between jobs
-
 MAX_CACHED_BREAKER_SIZE = 1 << 16  # ids, sequences, and characters of the breakers, over all cached lists
 MAX_CACHED_BREAKER_LISTS = 64  # even a list without any tokens takes memory
 
 # A chat with more messages, more text, or more values in its calls and variables is prepared on a thread.
 MAX_INLINE_MESSAGES = 64
 MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
-
 MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
 MAX_CONCURRENT_GRAMMARS = 2
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -67,6 +64,15 @@ class ChatOptions(TypedDict):
     continue_final_message: bool | None
     variables: dict[str, Any] | None
     tools: NotRequired[Sequence[Mapping[str, Any]] | None]
+
+
+class TokenizeOptions(TypedDict):
+    """Options of a response of /tokenize. offsets, token_strs: whether it has these fields."""
+
+    add_special_tokens: bool
+    offsets: bool
+    token_strs: bool
+    max_model_len: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,28 +322,21 @@ class TextService:
         phase = Phase("text", "detokenizing this prompt", self.tokenizing.limits)
         return await self.run(task, phase, param="prompt", size=sum(map(len, prompts)), caller=caller)
 
-    async def tokenize(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool,
-        offsets: bool,
-        token_strs: bool,
-        max_model_len: int | None,
-        param: str,
-        caller: str,
+    async def tokenize(self, text: str, *, caller: str, **options: Unpack[TokenizeOptions]) -> bytes:
+        """The JSON response of /tokenize for a text."""
+        task = partial(TextTasks.tokenize, text=text, max_bytes=self._settings.max_response_bytes, **options)
+        return await self.run(task, param="prompt", size=len(text), caller=caller)
+
+    async def tokenize_chat(
+        self, messages: Sequence[ChatMessage], chat: ChatOptions, *, caller: str, **options: Unpack[TokenizeOptions]
     ) -> bytes:
-        """The JSON response of /tokenize."""
-        task = partial(
-            TextTasks.tokenize,
-            text=text,
-            add_special_tokens=add_special_tokens,
-            offsets=offsets,
-            token_strs=token_strs,
-            max_model_len=max_model_len,
-            max_bytes=self._settings.max_response_bytes,
-        )
-        return await self.run(task, param=param, size=len(text), caller=caller)
+        """The JSON response of /tokenize for a chat, which is rendered and tokenized in one job; raises as `render` does."""
+        self._check_chat(messages, chat)
+        conversation, size = await self._prepare_chat(messages, chat)
+        max_bytes = self._settings.max_response_bytes
+        task = partial(TextTasks.tokenize_chat, conversation=conversation, max_bytes=max_bytes, **options)
+        phases, limiter = (self._rendering, self.tokenizing), self._pool.templates
+        return await self.run(task, *phases, param="messages", size=size, caller=caller, limiter=limiter)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 MAX_CALLS = 128  # in one answer; further calls are ignored
 MAX_NAME = 256  # characters of a function's name in generated text
 MAX_HELD_SPACE = 64  # characters of white space held back until it is known whether a call follows
-
 _SPACE = re.compile(r"[ \t\r\n]*")
 _OUT_OF_STRING = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # characters of JSON outside strings, except brackets
 _IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)

@@ -11,7 +11,6 @@ from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer_files import one_line, read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that come from fields of a request
-
 _USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
 _SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
 _QUOTED = re.compile(r"""(['"])([\w-]{1,64})\1""")

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
-
 _CONVERTIBLE_FILES = ("tekken.json", "tokenizer.model", "tiktoken.model", "*.tiktoken")  # in order of precedence
 _UNSUPPORTED_FILES = ("vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: named as models, mixed with plain requests, loaded and dropped while the server runs."""
+"""Adapters over HTTP: selected by model name, mixed with plain requests, loaded and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ class Adapted:
     folder: Path
     outside: Path
 
-    def complete(self, model: str | None, prompt: str = PROMPT, **fields: object) -> dict[str, object]:
-        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **fields} | ({"model": model} if model else {})
-        answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+    def complete(self, model: str, prompt: str = PROMPT, **fields: object) -> dict[str, Any]:
+        return self.server.complete(prompt, model=model, **{"max_tokens": 12, **fields})
 
     def post(self, route: str, **body: object) -> httpx.Response:
-        return httpx.post(f"{self.server.url}/v1/{route}_lora_adapter", json=body, timeout=60)
+        return self.server.post(f"/v1/{route}_lora_adapter", body)
+
+    def load(self, name: str, path: str) -> dict[str, Any]:
+        return self.server.ask("/v1/load_lora_adapter", lora_name=name, lora_path=path)
+
+    def unload(self, name: str) -> dict[str, Any]:
+        return self.server.ask("/v1/unload_lora_adapter", lora_name=name)
+
+    def listed(self) -> list[dict[str, Any]]:
+        return self.server.get("/v1/models")["data"]
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +66,17 @@ def text_of(answer: dict) -> str:
 
 
 @pytest.mark.slow
-def test_the_answers_are_the_merged_models(adapted: Adapted, tmp_path: Path) -> None:
+def test_answers_equal_those_of_the_merged_model(adapted: Adapted, tmp_path: Path) -> None:
     plain, changed = adapted.complete("base"), adapted.complete("first")
     assert (plain["model"], changed["model"]) == ("base", "first")
     assert text_of(plain) != text_of(changed)
     assert plain["system_fingerprint"] != changed["system_fingerprint"]
     with serve(model=merged(DEMO, adapted.folder / "first", tmp_path / "merged")) as other:
-        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-        wanted = httpx.post(f"{other.url}/v1/completions", json=body, timeout=60).json()
-    assert text_of(changed) == text_of(wanted)
+        assert text_of(changed) == text_of(other.complete(PROMPT, max_tokens=12))
 
 
-def answers_of(url: str, model: str) -> dict[str, list[Any]]:
-    """What each endpoint makes of the same words, under one model."""
+def answers_of(server: RealServer, model: str) -> dict[str, list[Any]]:
+    """Results of every endpoint for one text and model."""
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0}
     bodies = {
         "chat/completions": chat,
@@ -82,36 +86,34 @@ def answers_of(url: str, model: str) -> dict[str, list[Any]]:
     }
     found: dict[str, list[Any]] = {}
     for path, body in bodies.items():
-        answer = httpx.post(f"{url}/v1/{path}", json={**body, "model": model}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        told = answer.json()
-        assert told["model"] == model
+        answer = server.ask(f"/v1/{path}", **body, model=model)
+        assert answer["model"] == model
         match path:
             case "chat/completions":
-                found[path] = [told["choices"][0]["message"]["content"]]
+                found[path] = [answer["choices"][0]["message"]["content"]]
             case "responses":
-                found[path] = [part["text"] for item in told["output"] for part in item.get("content", ())]
+                found[path] = [part["text"] for item in answer["output"] for part in item.get("content", ())]
             case "messages":
-                found[path] = [block["text"] for block in told["content"]]
+                found[path] = [block["text"] for block in answer["content"]]
             case _:
-                found[path] = told["data"][0]["embedding"]
+                found[path] = answer["data"][0]["embedding"]
     return found
 
 
-def test_every_endpoint_takes_an_adapter(adapted: Adapted, tmp_path: Path) -> None:
-    got, plain = (answers_of(adapted.server.url, name) for name in ("first", "base"))
+def test_every_endpoint_accepts_an_adapter(adapted: Adapted, tmp_path: Path) -> None:
+    got, plain = (answers_of(adapted.server, name) for name in ("first", "base"))
     with serve("--served-model-name", "x", model=merged(DEMO, adapted.folder / "first", tmp_path / "merged")) as other:
-        wanted = answers_of(other.url, "x")
+        wanted = answers_of(other, "x")
     vectors = [torch.tensor(found.pop("embeddings")) for found in (got, plain, wanted)]
     assert torch.allclose(vectors[0], vectors[2], atol=1e-4) and vectors[0] @ vectors[1] < 0.5
     assert got == wanted
     assert not any(got[path] == plain[path] for path in got)
 
 
-def test_an_engine_that_died_has_its_adapters_again_that_are_still_there(adapted: Adapted) -> None:
+def test_restarted_engine_reloads_existing_adapters(adapted: Adapted) -> None:
     shutil.copytree(adapted.folder / "third", adapted.folder / "lost")
     for name, path in (("late", "second"), ("lost", "lost")):
-        assert adapted.post("load", lora_name=name, lora_path=path).status_code == 200
+        adapted.load(name, path)
     shutil.rmtree(adapted.folder / "lost")
     try:
         before = {name: text_of(adapted.complete(name)) for name in ("base", "first", "late")}
@@ -120,23 +122,22 @@ def test_an_engine_that_died_has_its_adapters_again_that_are_still_there(adapted
         eventually(lambda: adapted.server.metric("windlass_engine_restarts_total") == 1, 60)
         eventually(lambda: httpx.get(f"{adapted.server.url}/ready").status_code == 200, 60)
         assert {name: text_of(adapted.complete(name)) for name in before} == before
-        listed = httpx.get(f"{adapted.server.url}/v1/models").json()["data"]
-        assert [model["id"] for model in listed] == ["base", "first", "late"]
+        assert [model["id"] for model in adapted.listed()] == ["base", "first", "late"]
         assert "adapter lost is gone: " in adapted.server.log.read_text()
     finally:
-        assert adapted.post("unload", lora_name="late").status_code == 200
+        adapted.unload("late")
 
 
 def test_adapters_are_listed_with_their_parent(adapted: Adapted) -> None:
-    listed = {m["id"]: m for m in httpx.get(f"{adapted.server.url}/v1/models").json()["data"]}
+    listed = {model["id"]: model for model in adapted.listed()}
     assert listed["base"].get("parent") is None
     assert listed["first"]["parent"] == "base"
     assert listed["first"]["adapter"]["rank"] == 4 and listed["first"]["adapter"]["num_bytes"] > 0
-    assert httpx.get(f"{adapted.server.url}/v1/models/first").json() == listed["first"]
+    assert adapted.server.get("/v1/models/first") == listed["first"]
 
 
-def test_one_text_under_two_adapters_shares_nothing(adapted: Adapted) -> None:
-    prompt = "The same long prompt under the model and under an adapter, one after the other. " * 3
+def test_adapters_share_no_cache_with_the_model(adapted: Adapted) -> None:
+    prompt = "The same long prompt is used with the model and with an adapter, one after the other. " * 3
 
     def cached(model: str) -> int:
         details = adapted.complete(model, prompt)["usage"].get("prompt_tokens_details") or {}
@@ -146,24 +147,24 @@ def test_one_text_under_two_adapters_shares_nothing(adapted: Adapted) -> None:
     assert min(cached("base"), cached("first")) > 0
 
 
-def test_an_adapter_comes_and_goes_while_the_server_runs(adapted: Adapted) -> None:
-    loaded = adapted.post("load", lora_name="late", lora_path="second")
-    assert (loaded.status_code, loaded.json()["status"], loaded.json()["rank"]) == (200, "loaded", 4)
+def test_adapter_is_loaded_and_unloaded_at_run_time(adapted: Adapted) -> None:
+    loaded = adapted.load("late", "second")
+    assert (loaded["status"], loaded["rank"]) == ("loaded", 4)
     prompt = "A prompt that is long enough to fill some blocks of the cache, so that a hit would be seen. " * 3
     second = adapted.complete("late", prompt)
-    assert adapted.post("unload", lora_name="late").json()["status"] == "unloaded"
-    gone = httpx.post(f"{adapted.server.url}/v1/completions", json={"model": "late", "prompt": "x"})
+    assert adapted.unload("late")["status"] == "unloaded"
+    gone = adapted.server.post("/v1/completions", {"model": "late", "prompt": "x"})
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
-    assert adapted.post("load", lora_name="late", lora_path=str(adapted.folder / "third")).status_code == 200
+    adapted.load("late", str(adapted.folder / "third"))
     third = adapted.complete("late", prompt)
     assert text_of(third) != text_of(second)
     assert not (third["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
-    assert adapted.post("unload", lora_name="late").status_code == 200
+    adapted.unload("late")
 
 
-def test_one_that_streams_is_not_dropped(adapted: Adapted) -> None:
-    assert adapted.post("load", lora_name="busy", lora_path="second").status_code == 200
-    whole = text_of(adapted.complete("busy", max_tokens=150, ignore_eos=True))
+def test_unloading_waits_for_streams(adapted: Adapted) -> None:
+    adapted.load("busy", "second")
+    expected = text_of(adapted.complete("busy", max_tokens=150, ignore_eos=True))
     body = {"model": "busy", "prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
     pieces: list[str] = []
     answers: list[httpx.Response] = []
@@ -177,20 +178,17 @@ def test_one_that_streams_is_not_dropped(adapted: Adapted) -> None:
                 pieces.append(json.loads(line[6:])["choices"][0]["text"])
     unloading.join(30)
     assert answers[0].status_code == 200
-    assert whole.endswith("".join(pieces)) and len("".join(pieces)) > 0.8 * len(whole)
+    streamed = "".join(pieces)
+    assert expected.endswith(streamed) and len(streamed) > 0.8 * len(expected)
+
+
+PATHS = ["../outside", "/etc", "link", "half", "nowhere", "a\0b", "y" * 4000, "."]
 
 
 @pytest.mark.parametrize(
     ("route", "body", "status", "param"),
     [
-        ("load", {"lora_name": "x", "lora_path": "../outside"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "/etc"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "link"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "half"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "nowhere"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "y" * 4000}, 400, "lora_path"),
-        ("load", {"lora_name": "x", "lora_path": "."}, 400, "lora_path"),
+        *(("load", {"lora_name": "x", "lora_path": path}, 400, "lora_path") for path in PATHS),
         ("load", {"lora_name": "first", "lora_path": "second"}, 400, "lora_name"),
         ("load", {"lora_name": "base", "lora_path": "second"}, 400, "lora_name"),
         ("load", {"lora_name": "no spaces", "lora_path": "second"}, 400, "lora_name"),
@@ -200,17 +198,17 @@ def test_one_that_streams_is_not_dropped(adapted: Adapted) -> None:
         ("unload", {"lora_name": "base"}, 404, "lora_name"),
     ],
 )
-def test_what_is_refused(adapted: Adapted, route: str, body: dict, status: int, param: str) -> None:
+def test_refused_adapters(adapted: Adapted, route: str, body: dict, status: int, param: str) -> None:
     answer = adapted.post(route, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
     assert str(adapted.outside.parent) not in answer.text.replace(str(body.get("lora_path")), "")
 
 
-def test_no_more_than_allowed(adapted: Adapted) -> None:
+def test_number_of_adapters_is_limited(adapted: Adapted) -> None:
     for name in ("one", "two"):
-        assert adapted.post("load", lora_name=name, lora_path="second").status_code == 200
+        adapted.load(name, "second")
     full = adapted.post("load", lora_name="three", lora_path="third")
     assert (full.status_code, full.json()["error"]["code"]) == (400, "too_many_adapters")
     for name in ("one", "two"):
-        assert adapted.post("unload", lora_name=name).status_code == 200
+        adapted.unload(name)
     assert adapted.server.metric("windlass_adapters_loaded") == 1

@@ -38,21 +38,13 @@ def reference() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 
-def complete(server: RealServer, **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 Pair = tuple[list[int], list[int]]  # a context and its continuation
 
 
 def loglikelihoods(server: RealServer, pairs: list[Pair]) -> list[tuple[float, bool]]:
     """The log-likelihood of each continuation and whether it is the greedy one, as lm-eval requests and parses them."""
     prompts = [context + continuation for context, continuation in pairs]
-    answer = complete(
-        server, model="demo", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
-    )
+    answer = server.complete(prompts, model="demo", max_tokens=1, logprobs=1, seed=1234, echo=True)
     found = []
     for choice, (context, continuation) in zip(answer["choices"], pairs, strict=True):
         values = choice["logprobs"]["token_logprobs"][len(context) : -1]
@@ -89,7 +81,7 @@ def test_loglikelihoods_of_entire_texts(demo_server: RealServer, tokenizer: Any,
 
 def test_greedy_continuations_are_recognized(demo_server: RealServer, tokenizer: Any) -> None:
     context = tokenizer.encode("In the beginning God created the heaven and the")
-    greedy = complete(demo_server, prompt=context, max_tokens=3, temperature=0, return_token_ids=True)["choices"][0]
+    greedy = demo_server.complete(context, max_tokens=3, return_token_ids=True)["choices"][0]
     other = [greedy["token_ids"][0], 100]
     (_, is_greedy), (_, is_not) = loglikelihoods(demo_server, [(context, greedy["token_ids"]), (context, other)])
     assert is_greedy and not is_not
@@ -99,8 +91,8 @@ def test_texts_are_generated_until_a_stop_string(demo_server: RealServer, tokeni
     for document in documents("recite"):
         ids = tokenizer.encode(document["beginning"])
         stop = [".", "\n", "<|end|>"]
-        body = {"prompt": [ids], "model": "demo", "max_tokens": 16, "temperature": 0, "stop": stop, "seed": 1234}
-        (choice,) = complete(demo_server, **body)["choices"]
+        answer = demo_server.complete([ids], model="demo", max_tokens=16, stop=stop, seed=1234)
+        (choice,) = answer["choices"]
         generated = reference.generate(
             torch.tensor([ids]), max_new_tokens=16, do_sample=False, temperature=None, max_length=None, pad_token_id=0
         )
@@ -137,4 +129,4 @@ def test_guidellm_gets_exact_token_counts_and_a_running_usage(demo_server: RealS
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 24
     assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
-    assert httpx.get(f"{demo_server.url}/v1/models").json()["data"][0]["id"] == "demo"
+    assert demo_server.get("/v1/models")["data"][0]["id"] == "demo"

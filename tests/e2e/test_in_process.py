@@ -1,4 +1,4 @@
-"""`windlass.LLM`: the answers of a server, token for token, without one."""
+"""`windlass.LLM`: the tokens of a server, without one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
 import numpy as np
 import pytest
 from helpers.device import IN_PROCESS
-from helpers.eventually import children
-from helpers.real_server import RealServer, serve
+from helpers.eventually import children, eventually
+from helpers.real_server import serve
 
 import windlass
 from windlass import LLM
@@ -41,14 +40,8 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
-    with serve(*OPTIONS) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> Iterator[Client]:
-    with Client(server.url) as made:
+def client() -> Iterator[Client]:
+    with serve(*OPTIONS) as server, Client(server.url) as made:
         yield made
 
 
@@ -61,7 +54,7 @@ def client(server: RealServer) -> Iterator[Client]:
         {"temperature": 0.0, "stop": ["e"], "prompt_logprobs": 1},
     ],
 )
-def test_answers_are_those_over_http(llm: LLM, client: Client, options: dict) -> None:
+def test_answers_equal_those_over_http(llm: LLM, client: Client, options: dict) -> None:
     ours = llm.generate(PROMPTS, max_tokens=24, **options)
     theirs = [client.completions(prompt, max_tokens=24, return_token_ids=True, **options) for prompt in PROMPTS]
     for mine, other in zip(ours, theirs, strict=True):
@@ -72,7 +65,7 @@ def test_answers_are_those_over_http(llm: LLM, client: Client, options: dict) ->
     assert scaled is not None and scaled.rope_type == options.get("rope_scaling", {}).get("rope_type", "default")
 
 
-def test_each_prompt_may_have_settings_of_its_own(llm: LLM) -> None:
+def test_prompts_have_separate_settings(llm: LLM) -> None:
     params = [{"rope_scaling": "long", "max_tokens": 3}, {}, {"rope_scaling": YARN}, {"max_tokens": 2}]
     answers = llm.generate(PROMPTS, params, max_tokens=5, temperature=0, ignore_eos=True)
     assert [len(answer.choices[0].token_ids or ()) for answer in answers] == [3, 5, 5, 2]
@@ -81,7 +74,7 @@ def test_each_prompt_may_have_settings_of_its_own(llm: LLM) -> None:
         llm.generate(PROMPTS, [{}, {}])
 
 
-def test_chats_vectors_and_scores_are_those_over_http(llm: LLM, client: Client) -> None:
+def test_chats_embeddings_and_scores_equal_those_over_http(llm: LLM, client: Client) -> None:
     template = {"max_tokens": 12, "temperature": 0}
     one, two = llm.chat([TALK, [*TALK, {"role": "assistant", "content": "No."}, *TALK]], **template)
     assert one.choices == client.chat(TALK, return_token_ids=True, **template).choices
@@ -93,31 +86,28 @@ def test_chats_vectors_and_scores_are_those_over_http(llm: LLM, client: Client) 
     assert llm.score(texts[0], texts) == wanted and len(wanted) == 3
 
 
-def test_streams_arrive_in_pieces_and_an_early_end_aborts(llm: LLM) -> None:
-    whole = llm.generate(PROMPTS[0], max_tokens=30, temperature=0, ignore_eos=True)[0].choices[0]
+def test_streams_have_pieces_and_are_aborted_when_closed(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[0], max_tokens=30, temperature=0, ignore_eos=True)[0].choices[0]
     with llm.stream("Once upon a time", max_tokens=30, temperature=0, ignore_eos=True) as stream:
         pieces = [chunk.text for chunk in stream]
-    assert "".join(pieces) == whole.text and len([piece for piece in pieces if piece]) > 3
-    assert stream.get_final().choices[0].token_ids == whole.token_ids
+    assert "".join(pieces) == expected.text and len([piece for piece in pieces if piece]) > 3
+    assert stream.get_final().choices[0].token_ids == expected.token_ids
     with llm.stream_chat(TALK, max_tokens=5) as chat:
         assert sum(1 for _ in chat) > 1
     endless = {"max_tokens": 100_000, "ignore_eos": True, "context_overflow": "shift"}
     with llm.stream("Once", **endless) as early:
         next(iter(early))
-    end = time.monotonic() + 20
-    while llm.client.metrics().value("windlass_num_requests_running"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    eventually(lambda: llm.client.metrics().value("windlass_num_requests_running") == 0, 20)
 
 
-def test_more_prompts_than_run_at_once_come_back_in_order(llm: LLM) -> None:
+def test_many_prompts_are_answered_in_order(llm: LLM) -> None:
     prompts = [[index % 250 + 3, 9, 40] for index in range(300)]
     answers = llm.generate(prompts, max_tokens=1, echo=True, temperature=0)
     assert [list(answer.choices[0].prompt_token_ids or ()) for answer in answers] == prompts
     assert llm.generate([]) == []
 
 
-def test_errors_are_the_servers(llm: LLM) -> None:
+def test_errors_are_those_of_the_server(llm: LLM) -> None:
     with pytest.raises(BadRequestError, match="temperature") as caught:
         llm.generate(PROMPTS, [{}, {}, {"temperature": -1}, {}], max_tokens=400)
     assert caught.value.param == "temperature" and "request 2 of 4" in caught.value.__notes__[0]
@@ -128,33 +118,31 @@ def test_errors_are_the_servers(llm: LLM) -> None:
     assert llm.generate("a", max_tokens=1, ignore_eos=True)[0].choices[0].finish_reason == "length"
 
 
-def test_a_timeout_is_the_field_of_that_name(llm: LLM) -> None:
+def test_timeout_is_a_field_of_requests(llm: LLM) -> None:
     long = {"max_tokens": 400, "ignore_eos": True}
     with pytest.raises(APIStatusError, match="time") as cut:
         llm.generate(["In the beginning"], timeout=0.001, **long)
     assert cut.value.status == 504
     with pytest.raises(APIStatusError, match="time"), llm.stream("In the beginning", timeout=1e-9, **long) as stream:
         list(stream)
-    for few in (
+    for call in (
         lambda: llm.embed(["a"], timeout=0.0),
         lambda: llm.score("a", "b", timeout=0.0),
         lambda: llm.chat(TALK, {"timeout": 0.0}),
     ):
         with pytest.raises(BadRequestError, match="timeout"):
-            few()
+            call()
     assert llm.generate(["In the beginning"], timeout=60, max_tokens=1)[0].choices[0].token_ids
 
 
-def test_it_works_where_an_event_loop_runs_already(llm: LLM) -> None:
-    """As in a notebook."""
-
+def test_llm_works_in_a_running_event_loop(llm: LLM) -> None:
     async def cell() -> str:
         return llm.generate("Once upon a time", max_tokens=4, temperature=0)[0].choices[0].text
 
     assert asyncio.run(cell())
 
 
-def test_options_at_fault_are_named_as_in_python() -> None:
+def test_wrong_options_are_named_as_in_python() -> None:
     with pytest.raises(LoadError, match=r"^max_model_len must be at least 1"):
         LLM("demo", max_model_len=-4)
     with pytest.raises(LoadError, match=r"did you mean 'quantization'"):
@@ -165,7 +153,7 @@ def test_options_at_fault_are_named_as_in_python() -> None:
         _ = windlass.LLN
 
 
-def test_options_of_both_sides_are_options_of_the_server() -> None:
+def test_options_of_engine_and_answers_are_read() -> None:
     engine, server = read_options(
         {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
         | {"rerank_tokens": "no,yes", "rerank_template": Path("p"), "generation_config": Path("g")}
@@ -179,7 +167,7 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "message"),
     [
         ({"kv_cache_memory": -1}, "kv_cache_memory must be a size such as 4GiB"),
         (
@@ -209,13 +197,13 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
         ({"cuda_graphs": 0}, "there is no option 'cuda_graphs': set the environment variable WINDLASS_CUDA_GRAPHS"),
     ],
 )
-def test_an_option_of_another_kind_is_one_line(option: dict, says: str) -> None:
+def test_option_of_a_wrong_type_is_one_line(option: dict, message: str) -> None:
     with pytest.raises(LoadError) as caught:
         LLM("demo", **option)
-    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_values_are_taken_as_python_has_them() -> None:
+def test_values_of_python_types_are_accepted() -> None:
     engine, server = read_options(
         {"kv_cache_memory": 1 << 26, "kv_persist": Path("kept"), "target_step_ms": 5, "max_num_seqs": np.int64(3)}
         | {"deterministic": np.True_, "prefix_caching": 0, "attention_window": (256, 4), "threads": "2"}
@@ -233,7 +221,7 @@ def test_values_are_taken_as_python_has_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("in-process.md", 3), ("first-steps.md", 1)])
-def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: str, count: int) -> None:
+def test_examples_of_a_page_run(capsys: pytest.CaptureFixture[str], name: str, count: int) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == count
@@ -243,11 +231,11 @@ def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: st
 
 
 def engines() -> set[int]:
-    """Engine processes of this one."""
+    """Engine processes of this process."""
     return set(children(os.getpid(), b"windlass.engine"))
 
 
-def test_forgetting_ends_the_engine(llm: LLM) -> None:
+def test_deletion_ends_the_engine(llm: LLM) -> None:
     before = engines()
     model: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
     assert model is not None and len(engines() - before) == 1
@@ -256,7 +244,7 @@ def test_forgetting_ends_the_engine(llm: LLM) -> None:
     assert engines() == before
 
 
-def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_error(llm: LLM) -> None:
+def test_close_ends_the_engine_and_requests_of_other_threads(llm: LLM) -> None:
     before = engines()
     model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
     assert len(engines() - before) == 1
@@ -294,7 +282,7 @@ def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_er
         model.client.models()
 
 
-def test_a_fork_is_told_that_it_has_no_model_and_ends() -> None:
+def test_fork_has_no_model_and_ends() -> None:
     program = f"""
 import os, sys
 from windlass import LLM
@@ -324,13 +312,13 @@ with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", ""), done.stderr
 
 
-def test_a_program_that_forgets_to_close_ends() -> None:
+def test_program_without_close_ends() -> None:
     program = (
         "from windlass import LLM; import gc, sys\n"
         f"llm = LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS})\n"
         "print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
         "assert 'torch' not in sys.modules\n"
-        "assert gc.isenabled() and gc.get_freeze_count() == 0"  # what the program makes is its own
+        "assert gc.isenabled() and gc.get_freeze_count() == 0"  # the settings of the program are unchanged
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -338,7 +326,7 @@ def test_a_program_that_forgets_to_close_ends() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_without_standard_error_gets_its_answers() -> None:
+def test_program_without_standard_error_gets_answers() -> None:
     program = (
         "from windlass import LLM\n"
         f"with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:\n"

@@ -1,10 +1,9 @@
-"""Real servers with two engines: answers equal those of one, deaths under load, and prompts that find their beginning again."""
+"""Real servers with two engines: answers equal those of one, deaths under load, and routing by prefix."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
@@ -16,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.eventually import children
+from e2e_helpers.streams import Streamed, stream
+from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 
 SMALL = ("--kv-cache-memory", "32MiB", "--max-model-len", "512")
@@ -30,24 +30,13 @@ def server() -> Iterator[RealServer]:
         yield running
 
 
-def engine_pids(server: RealServer) -> list[int]:
-    return children(server.process.pid, b"windlass.engine")
-
-
-def complete(server: RealServer, prompt: Any, **fields: object) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def told(answer: dict[str, Any]) -> list[Any]:
+def complete(server: RealServer, prompt: Any, **fields: Any) -> list[Any]:
+    answer = server.complete(prompt, **{"max_tokens": 12, **fields})
     return [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in answer["choices"]]
 
 
-def test_two_engines_on_their_own_cores_with_one_copy_of_the_weights(server: RealServer) -> None:
-    pids = engine_pids(server)
+def test_two_engines_have_separate_cores_and_share_the_weights(server: RealServer) -> None:
+    pids = server.engine_pids()
     assert len(pids) == 2
     first, second = (os.sched_getaffinity(pid) for pid in pids)
     assert first and second and not first & second
@@ -57,15 +46,15 @@ def test_two_engines_on_their_own_cores_with_one_copy_of_the_weights(server: Rea
     for pid in pids:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         shared = int(re.findall(r"Pss_Shmem: +(\d+) kB", rollup)[0]) / 1024
-        assert weights / 4 < shared < 0.75 * weights  # each is charged with half of what both map
+        assert weights / 4 < shared < 0.75 * weights  # half of the shared memory is attributed to each
 
 
-def test_what_is_shown_of_both(server: RealServer) -> None:
-    assert httpx.get(f"{server.url}/health", timeout=30).json() == {
+def test_health_metrics_and_cache_contain_both_engines(server: RealServer) -> None:
+    assert server.get("/health") == {
         "status": "ready",
         "replicas": {"total": 2, "ready": 2},
     }
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
+    assert server.get("/v1/models")["data"][0]["id"] == "demo"
     for number in range(4):
         complete(server, [number + 5, 6, 7])
     text = httpx.get(f"{server.url}/metrics").text
@@ -74,7 +63,7 @@ def test_what_is_shown_of_both(server: RealServer) -> None:
     assert server.metric("windlass_engine_up") == 2
     tokens = re.findall(r'^windlass_generation_tokens_total{engine="\d"} (\S+)$', text, re.MULTILINE)
     assert len(tokens) == 2 and all(float(each) > 0 for each in tokens)
-    pages = httpx.get(f"{server.url}/v1/cache").json()
+    pages = server.get("/v1/cache")
     assert [group["engine"] for group in pages["groups"]] == [0, 1]
     assert pages["counters"]["generation_tokens"] == server.metric("windlass_generation_tokens_total")
 
@@ -83,16 +72,16 @@ def test_what_is_shown_of_both(server: RealServer) -> None:
 def test_answers_equal_those_of_one_engine(server: RealServer) -> None:
     rng = random.Random(1)
     prompts: list[Any] = ["The sun", "", [5], [rng.randrange(10, 4000) for _ in range(200)], "In the beginning " * 20]
-    asked = [(prompt, sampler) for prompt in prompts for sampler in SAMPLERS]
-    asked += [(prompts[3], {"rope_scaling": SCALING}), (prompts[3], {"cache_salt": "s"}), (["a", "b", "c", "d"], {})]
+    requests = [(prompt, sampler) for prompt in prompts for sampler in SAMPLERS]
+    requests += [(prompts[3], {"rope_scaling": SCALING}), (prompts[3], {"cache_salt": "s"}), (["a", "b", "c", "d"], {})]
     with serve(*SMALL) as single:
-        expected = [told(complete(single, prompt, **sampler)) for prompt, sampler in asked]
-    for _ in range(2):  # whichever of them answers
-        assert [told(complete(server, prompt, **sampler)) for prompt, sampler in asked] == expected
+        expected = [complete(single, prompt, **sampler) for prompt, sampler in requests]
+    for _ in range(2):  # either engine may answer
+        assert [complete(server, prompt, **sampler) for prompt, sampler in requests] == expected
 
 
 def long_answer(number: int) -> dict[str, Any]:
-    """What stream `number` asks for. Neighbours differ in length, so those of an engine do not end, and others begin, at once."""
+    """Request of a stream. Lengths differ, so that the streams of an engine do not end at the same time."""
     return {
         "prompt": [10 + number, 11, 12],
         "max_tokens": 300 + 37 * (number % 5),
@@ -101,94 +90,70 @@ def long_answer(number: int) -> dict[str, Any]:
     }
 
 
-async def stream(client: httpx.AsyncClient, request: dict[str, Any], found: dict[str, Any]) -> None:
-    """found: is told how it goes: its text, its error if any, and whether it ended as streams do."""
-    found.update({"text": "", "error": None, "done": False, "finish": None})
-    body = {"model": "demo", **request, "stream": True}
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            await answer.aread()
-            found.update({"error": answer.json()["error"], "done": True})
-            return
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
-                found["done"] = True
-            elif line.startswith("data: "):
-                event = json.loads(line[6:])
-                found["error"] = event.get("error", found["error"])
-                for choice in event.get("choices", ()):
-                    found["text"] += choice["text"]
-                    found["finish"] = choice["finish_reason"] or found["finish"]
+async def kill_under_load(server: RealServer, clients: int) -> tuple[list[Streamed], list[int]]:
+    """Kill an engine, and return all streams and the indices of those that ran at its death.
 
-
-async def under_load(server: RealServer, clients: int) -> tuple[list[dict[str, Any]], list[int]]:
-    """How all streams went, each client asking again until an engine died, and which had not ended then.
-
-    So the load is there however long the right moment lets itself be waited for. The last four came behind the death.
+    Each client reads one stream after the other until then. The last four streams start after it.
     """
-    results: list[dict[str, Any]] = []
-    pid = engine_pids(server)[0]
+    results: list[Streamed] = []
+    pid = server.engine_pids()[0]
     dead = False
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
 
         async def ask() -> None:
-            results.append({})
+            results.append(Streamed())
             await stream(client, long_answer(len(results) - 1), results[-1])
 
-        async def keep_asking() -> None:
+        async def ask_repeatedly() -> None:
             while not dead:
                 await ask()
 
-        work = [asyncio.create_task(keep_asking()) for _ in range(clients)]
-        # One without a token so far would be computed elsewhere instead of cut. So it stops first, for less time than makes it a
-        # stuck one, and dies if all four that fit into both engines are amid their answers when what it had said has arrived, and
-        # no client is just about to ask again. A server that is too busy to say so in that time is asked again later.
+        work = [asyncio.create_task(ask_repeatedly()) for _ in range(clients)]
+        # A stream without a token would be computed by the other engine instead of being cut. Therefore the engine is stopped
+        # first, for less time than the watchdog allows, and its messages are awaited. It is killed if four streams, as many as
+        # fit into both engines, have tokens then, and every client has a running stream. Otherwise this is repeated.
         deadline = time.monotonic() + 60
         while True:
-            assert time.monotonic() < deadline, "four were never seen side by side"
+            assert time.monotonic() < deadline, "four streams never ran at the same time"
             os.kill(pid, signal.SIGSTOP)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await client.get("/health")
                     await asyncio.sleep(0.1)
-                    amid = [number for number, result in enumerate(results) if not result.get("done")]
-                    if len(amid) == clients and sum(bool(results[number].get("text")) for number in amid) == 4:
+                    running = [number for number, result in enumerate(results) if not result.done]
+                    if len(running) == clients and sum(bool(results[number].text) for number in running) == 4:
                         break
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         dead = True
         await asyncio.gather(*work, *(asyncio.create_task(ask()) for _ in range(4)))
-    return results, amid
+    return results, running
 
 
 @pytest.mark.slow
-def test_a_killed_engine_under_load() -> None:
+def test_killed_engine_cuts_only_its_running_streams() -> None:
     with serve("--replicas", "2", "--max-num-seqs", "2", *SMALL) as server:
-        results, amid = asyncio.run(under_load(server, 24))
-        assert len(amid) == 24
-        assert all(result["done"] for result in results)
-        whole = [result for result in results if result["error"] is None]
-        cut = [result for result in results if result["error"] is not None]
-        assert 1 <= len(cut) <= 2, cut  # the two that ran there
-        assert all(result["error"]["code"] == "engine_unavailable" for result in cut)
-        assert all(result["finish"] == "length" for result in whole)
-        assert all(result["error"] is None for result in results[-4:])  # new ones are served meanwhile
-        deadline = time.monotonic() + 120
-        while httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]["ready"] < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        health = httpx.get(f"{server.url}/health", timeout=30).json()
+        results, running = asyncio.run(kill_under_load(server, 24))
+        assert len(running) == 24
+        assert all(result.done for result in results)
+        cut = [result for result in results if result.error is not None]
+        assert 1 <= len(cut) <= 2, cut  # of the two that ran there
+        assert {result.end for result in cut} == {"engine_unavailable"}
+        assert all(result.finish == "length" for result in results if result.error is None)
+        assert all(result.error is None for result in results[-4:])
+        eventually(lambda: server.get("/health")["replicas"]["ready"] == 2, 120)
+        health = server.get("/health")
         assert health["status"] == "ready" and health["degraded"] == ["engine_restarted"]
-        # What went on elsewhere is what it would have been: half of them had been waiting for the one that died.
-        for number in amid:
-            if results[number]["error"] is None:
-                again = complete(server, **long_answer(number))
-                assert again["choices"][0]["text"] == results[number]["text"]
+        # Streams that moved to the other engine have the same text. Half of them had waited for the dead engine.
+        for number in running:
+            if results[number].error is None:
+                ((text, _, _),) = complete(server, **long_answer(number))
+                assert text == results[number].text
 
 
 def hit_rate(server: RealServer, prompts: list[list[int]]) -> float:
-    """Prompts two at a time."""
+    """Share of cached prompt tokens, with two prompts at a time."""
 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
@@ -202,7 +167,7 @@ def hit_rate(server: RealServer, prompts: list[list[int]]) -> float:
 
 
 @pytest.mark.slow
-def test_prompts_find_their_beginning_again() -> None:
+def test_prompts_are_routed_to_their_cached_prefix() -> None:
     rng = random.Random(2)
     documents = [[rng.randrange(10, 4000) for _ in range(320)] for _ in range(10)]
     prompts = [[*rng.choice(documents), *(rng.randrange(10, 4000) for _ in range(20))] for _ in range(40)]

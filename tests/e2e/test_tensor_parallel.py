@@ -1,4 +1,4 @@
-"""A real server of two ranks: answers equal those of one, a rank's death ends the engine, and nothing is left behind."""
+"""Real servers with two ranks: answers equal those of one, and a dead rank ends the engine without remaining processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 from helpers.eventually import alive, children, eventually
 from helpers.real_server import RealServer, serve
@@ -20,10 +19,8 @@ SCALING = {"rope_type": "yarn", "factor": 2.0}
 
 
 def complete(server: RealServer, prompt: Any, **fields: object) -> Any:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+    answer = server.complete(prompt, **{"max_tokens": 12, **fields})
+    return [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
 
 
 def rank_pids(server: RealServer) -> list[int]:
@@ -40,13 +37,13 @@ def two_ranks() -> Iterator[RealServer]:
         yield server
 
 
-def test_two_ranks_answer_as_one_does(two_ranks: RealServer) -> None:
+def test_answers_of_two_ranks_equal_those_of_one(two_ranks: RealServer) -> None:
     asked: list[tuple[Any, dict[str, object]]] = [
         ("Once upon a time", {}),
         ("Once upon a time there was", {"rope_scaling": SCALING}),
         ("The king said", {"temperature": 0.9, "seed": 3, "n": 2}),
         (list(range(10, 300)), {"max_tokens": 20}),
-        (list(range(10, 300)), {"max_tokens": 20}),  # its beginning is cached
+        (list(range(10, 300)), {"max_tokens": 20}),  # its prefix is cached
     ]
     with serve(*SMALL) as server:
         expected = [complete(server, prompt, **fields) for prompt, fields in asked]
@@ -56,10 +53,10 @@ def test_two_ranks_answer_as_one_does(two_ranks: RealServer) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["best", "off"])
-def test_a_rank_that_dies_ends_the_engine_which_starts_again(
+def test_dead_rank_restarts_the_engine(
     kernels: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether ranks share memory, or meet through torch.distributed where there are no compiled kernels."""
+    """With shared memory, and with torch.distributed where there are no compiled kernels."""
     with contextlib.ExitStack() as stack:
         if kernels == "off":
             monkeypatch.setenv("WINDLASS_CPU_ISA", "off")
@@ -68,7 +65,7 @@ def test_a_rank_that_dies_ends_the_engine_which_starts_again(
             server = request.getfixturevalue("two_ranks")
         before = complete(server, "Once upon a time")
         engine, (rank,) = server.engine_pid(), rank_pids(server)
-        os.kill(rank, signal.SIGKILL)  # nothing runs: the end is noticed all the same
+        os.kill(rank, signal.SIGKILL)  # detected although no request runs
         eventually(is_gone(engine), seconds=30)
         eventually(lambda: server.metric("windlass_engine_restarts_total") == 1, seconds=30)
         server.wait_ready()
@@ -79,7 +76,7 @@ def test_a_rank_that_dies_ends_the_engine_which_starts_again(
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
-    """Not even one that is stopped, which no closed pipe ends."""
+    """Including a stopped rank, which does not see a closed pipe."""
     with serve("--tensor-parallel", "2", *SMALL) as server:
         (rank,) = rank_pids(server)
         if stopped:
@@ -95,7 +92,7 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--tensor-parallel", "5"), "the model has 4 heads of keys: use 4 or less"),
         (("--tensor-parallel", "0"), "--tensor-parallel must be at least 1"),
@@ -103,13 +100,13 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
         (("--tensor-parallel", "2", "--kv-persist", "/tmp/never"), "leave --kv-persist out"),
     ],
 )
-def test_what_cannot_be_split_is_one_line_before_anything_listens(options: tuple[str, ...], told: str) -> None:
+def test_refused_starts_are_one_line(options: tuple[str, ...], message: str) -> None:
     start = program if "cuda:1" in options else inside
-    began = start("serve", "demo", "--port", "0", *options)
-    assert told in reason(began)
-    assert len(began.stderr.strip().splitlines()) == 1, began.stderr
+    refused = start("serve", "demo", "--port", "0", *options)
+    assert message in reason(refused)
+    assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
 
 
 def test_random_weights_cannot_be_split() -> None:
-    began = inside("serve", "demo", "--port", "0", "--tensor-parallel", "2", WINDLASS_LOAD_FORMAT="dummy")
-    assert "leave WINDLASS_LOAD_FORMAT=dummy out" in reason(began)
+    refused = inside("serve", "demo", "--port", "0", "--tensor-parallel", "2", WINDLASS_LOAD_FORMAT="dummy")
+    assert "leave WINDLASS_LOAD_FORMAT=dummy out" in reason(refused)

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch
 import triton
+from helpers.attention_case import AttentionCase
 from helpers.block_weights import random_blocks
-from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase
 from helpers.recurrences import Convolution, DeltaRule, StateSpace, state_rows
 from torch import Tensor
@@ -140,11 +140,8 @@ def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
     from windlass.kernels.triton.paged_attention import paged_attention
 
     cap, sinks = options.pop("soft_cap", None), options.pop("sinks", False)
-    case = PrefillCase([(17, 4), (3, 1)], page_type=kind, **options)
-    call = AttentionCall(
-        case.table, case.start, case.lengths, case.temperature, case.scale, window=case.window, causal=case.causal,
-        chunk=case.chunk, soft_cap=cap, sink_logits=torch.ones(case.q.shape[1]) if sinks else None,
-    )  # fmt: skip
+    case = AttentionCase([(17, 4), (3, 1)], page_type=kind, **options)
+    call = case.call(soft_cap=cap, sink_logits=torch.ones(case.q.shape[1]) if sinks else None)
     for deterministic in (False, True):
         paged_attention(case.q.to(dtype), case.all_pages, call, deterministic=deterministic)
 
@@ -198,11 +195,9 @@ def _prompts(dtype: torch.dtype) -> None:
         (128, torch.float8_e4m3fn, {"chunk": 9}),
         (96, dtype, {"causal": False}),
     ):
-        case = PrefillCase([(17, 140)], dim=dim, heads=8, kv_heads=2, page_type=kind, **options)
-        operands = case.table, case.start, case.lengths, case.temperature, case.scale
-        call = AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk)
+        case = AttentionCase([(17, 140)], dim=dim, heads=8, kv_heads=2, page_type=kind, **options)
         q = case.q.to(dtype)
-        prefill_attention.prefill_attention(q, case.all_pages, call, torch.empty_like(q))
+        prefill_attention.prefill_attention(q, case.all_pages, case.call(), torch.empty_like(q))
 
 
 def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
@@ -342,7 +337,7 @@ def _latent(dtype: torch.dtype) -> None:
     from windlass.kernels.triton.paged_attention import paged_attention
 
     for kind in (dtype, torch.float8_e4m3fn):
-        case = PrefillCase([(17, 4), (3, 1)], dim=576, heads=128, kv_heads=1, page_type=dtype)
+        case = AttentionCase([(17, 4), (3, 1)], dim=576, heads=128, kv_heads=1, page_type=dtype)
         call = AttentionCall(case.table, case.start, case.lengths, case.temperature, case.scale)
         pages = _pages(kind, 1, 576, 0)
         for deterministic in (False, True):

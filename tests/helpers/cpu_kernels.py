@@ -48,10 +48,19 @@ def _unless_real(*forms: str) -> tuple[Any, ...]:
     return tuple(pytest.param(form, marks=marks) for form in forms if _LIKE[form] not in _runnable())
 
 
-FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), *_unless_real("16 lanes"))
-# Variants with their own code for quantized weights and quantized keys and values.
-_PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
-PACKED_FORMS = (*FORMS, *_PACKED, *_unless_real("8 lanes vnni", "16 lanes vnni"))
+# The last of these that the processor supports is its fastest.
+_NATIVE = ("neon", "neon_dot") if ARM else ("avx2", "avx2_vnni", "avx512", "avx512_vnni")
+
+
+def _variants(*native: str) -> tuple[Any, ...]:
+    """Return the generic variant and these native ones, of which all but the fastest are marked as slow."""
+    fastest = next((form for form in reversed(native) if form in _runnable()), None)
+    return ("generic", *(form if form == fastest else pytest.param(form, marks=pytest.mark.slow) for form in native))
+
+
+FORMS = (*_variants(*(form for form in _NATIVE if not form.endswith(("_dot", "_vnni")))), *_unless_real("16 lanes"))
+# With the variants that have their own code for quantized weights and quantized keys and values.
+PACKED_FORMS = (*_variants(*_NATIVE), *_unless_real("16 lanes", "8 lanes vnni", "16 lanes vnni"))
 # Variants that multiply pairs of bfloat16.
 PAIR_FORMS = ("avx512_bf16", "avx512_amx", *_unless_real("16 lanes bf16", "16 lanes amx"))
 # Variants with a matrix unit.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,16 @@ def ports(pid: int, state: str) -> list[int]:
             mine.add(str(entry.readlink()))
     rows = [line.split() for line in _read(Path(f"/proc/{pid}/net/tcp")).decode().splitlines()[1:]]
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == state and f"socket:[{row[9]}]" in mine]
+
+
+def open_files(pid: int) -> int:
+    """Return the number of open file descriptors of a process."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def resident(pid: int) -> float:
+    """Return the resident memory of a process in MiB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def seconds_of_texts(pid: int) -> float:

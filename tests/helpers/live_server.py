@@ -11,17 +11,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 import tokenizers
 from helpers.described import check, description
-from helpers.scripted_engine import ScriptedEngine
-from helpers.toy_tokenizers import byte_level
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level, taught
 
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.app.state import ServerState
 from windlass.server.application import create_app
 from windlass.server.config.settings import ServerSettings
@@ -54,6 +56,7 @@ class Live:
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
     registry: ConnectionRegistry
+    info: ModelInfo | None
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:
@@ -61,46 +64,65 @@ class Live:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
 
+    def reset(self) -> None:
+        """Restore the engine's defaults and its model, and clear its records."""
+        self.engine.reset()
+        self.engine.info = self.info
+
+    def generate(self, text: str) -> list[int]:
+        """Let the engine generate this text and then end; return its tokens."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        self.engine.reply, self.engine.eos_after = ids or [1], len(ids)
+        return ids
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last prompt that the engine received, with special tokens."""
+        return self.tokenizer.decode(self.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
 
-    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
-        """Return a completion, which must succeed."""
-        response = self.post("/v1/completions", {"prompt": prompt, **fields})
+    def request(self, path: str, **body: Any) -> dict[str, Any]:
+        """Return the response to a request, which must succeed."""
+        response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """Return a completion, which must succeed."""
+        return self.request("/v1/completions", prompt=prompt, **fields)
 
     def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
         """Return a chat response, which must succeed."""
-        messages = fields.pop("messages", [{"role": "user", "content": content}])
-        response = self.post("/v1/chat/completions", {"messages": messages, **fields})
-        assert response.status_code == 200, response.text
-        return response.json()
+        return self.request("/v1/chat/completions", **{"messages": [{"role": "user", "content": content}], **fields})
 
-    def stream(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str) -> list[Any]:
+    def stream(self, path: str, body: dict[str, Any], on_text: Callable[[str], object] = str) -> list[Any]:
         """Return the events of a stream as JSON, the last one "[DONE]", comments as ": …" strings. See `stream_text`."""
-        return parse_events(self.stream_text(path, body, told))
+        return parse_events(self.stream_text(path, body, on_text))
 
-    def stream_text(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str, **options: Any) -> str:
-        """Return the text of a stream. told: called with the text so far whenever more has arrived."""
+    def stream_text(
+        self, path: str, body: dict[str, Any], on_text: Callable[[str], object] = str, **options: Any
+    ) -> str:
+        """Return the text of a stream. on_text: called with the text so far whenever more has arrived."""
         with self.http.stream("POST", path, json={**body, "stream": True}, **options) as response:
             text = ""
             for piece in response.iter_text():
                 text += piece
-                told(text)
+                on_text(text)
             assert response.status_code == 200, text
             assert response.headers["content-type"].startswith("text/event-stream")
         description().check_stream(path, text)
         return text
 
     def let_go(self, sign: str, count: int = 1) -> Callable[[str], object]:
-        """Block the engine; return a callback for `told` that releases it once the stream contains `sign` `count` times."""
+        """Block the engine; return a callback for `on_text` that releases it once the stream contains `sign` `count` times."""
         self.engine.held = True
 
-        def told(text: str) -> None:
+        def release(text: str) -> None:
             self.engine.held = text.count(sign) < count
 
-        return told
+        return release
 
     def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """Return the error object of a request that must be refused with `status`."""
@@ -111,6 +133,11 @@ class Live:
         assert error["message"] and error["type"]
         assert response.headers["x-request-id"]
         return error
+
+    def refusal(self, path: str, body: Any, status: int = 400) -> tuple[str | None, str]:
+        """Return param and code of a refused request's error."""
+        error = self.refuse(path, body, status)
+        return error["param"], error["code"]
 
     def wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until a condition holds, or fail."""
@@ -142,11 +169,19 @@ def live_server(
     tool_template: str | None = None,
     connections: ConnectionSettings | None = None,
     backend: tokenizers.Tokenizer | None = None,
+    tokens: Sequence[str] = (),
+    model: Mapping[str, object] | None = None,
     tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """Serve until the block ends. `settings` are fields of ServerSettings. backend: tokenizer instead of the toy one."""
-    engine = engine or ScriptedEngine()
+    """Serve until the block ends. `settings` are fields of ServerSettings.
+
+    backend: tokenizer instead of the toy one. tokens: special tokens added to the toy one. model: fields of `model_info`.
+    """
+    if tokens:
+        backend = taught(tuple(tokens))
+        model = {"vocab_size": backend.get_vocab_size(), **(model or {})}
+    engine = engine or ScriptedEngine(info=model_info(**(model or {})))
     named = {"default": template, "tool_use": tool_template}
     templates = {name: text for name, text in named.items() if text is not None}
     tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
@@ -169,8 +204,19 @@ def live_server(
     url = f"http{'' if tls is None else 's'}://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=30, verify=tls is None, event_hooks={"response": [check]}) as http:
-            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
+            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry, engine.info)
     finally:
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+def server_fixture(**options: Any) -> Any:
+    """Return a module's fixture `shared`, a server with these options of `live_server`. The fixture `live` resets it."""
+
+    @pytest.fixture(scope="module")
+    def shared() -> Iterator[Live]:
+        with live_server(**options) as live:
+            yield live
+
+    return shared

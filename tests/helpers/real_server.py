@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from helpers.device import SERVERS
@@ -24,19 +26,53 @@ from helpers.prometheus_text import total
 class RealServer:
     """url: without a slash at the end, known once the server listens.
 
-    process: API process, parent of the engine and of the fork server.
+    process: API process, parent of the engine and of the fork server. timeout: of requests, in seconds.
     """
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    timeout: float = 120.0
+
+    def get(self, path: str) -> Any:
+        """Return the JSON body of a GET."""
+        return httpx.get(self.url + path, timeout=self.timeout).json()
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=self.timeout)
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        """Return the body of a response, which must have status 200."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def refuse(self, path: str, **body: Any) -> dict[str, Any]:
+        """Return the error of a response, which must have status 400."""
+        response = self.post(path, body)
+        assert response.status_code == 400, response.text
+        found: dict[str, Any] = response.json()["error"]
+        return found
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """Return a completion, greedy by default."""
+        return self.ask("/v1/completions", prompt=prompt, **{"temperature": 0, **fields})
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Return the events of a stream."""
+        lines = self.post(path, {**body, "stream": True}).text.splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         return total(httpx.get(f"{self.url}/metrics", timeout=120).text, name)
 
+    def engine_pids(self) -> list[int]:
+        return children(self.process.pid, b"windlass.engine")
+
     def engine_pid(self) -> int:
-        (engine,) = children(self.process.pid, b"windlass.engine")
+        (engine,) = self.engine_pids()
         return engine
 
     def wait_ready(self, timeout: float = 180.0) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from windlass.kernels import StateRows
-
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def state_rows(blocks: Sequence[int], tokens: Sequence[int], begins: Sequence[bool]) -> StateRows:
@@ -266,35 +264,14 @@ class StateSpace:
 Operands = Convolution | DeltaRule | StateSpace
 
 
-def assert_keeps(own: Operands, rows: StateRows, change: Callable[[Operands, StateRows], Tensor]) -> None:
-    """Check that the state stored after a token has the bits of a step that ends there, and that nothing else changes.
-
-    States are stored for some tokens of every sequence, including the first and the last.
-    """
-    tokens = int(rows.starts[-1])
-    chosen = sorted({t for t in range(tokens) if t % 7 < 2} | {max(0, tokens - i) for i in range(1, 7)})
-    kept = torch.full((tokens,), -1)
-    kept[chosen] = len(own.state) + torch.randperm(len(chosen))
-    more = torch.cat((own.state, torch.full((len(chosen), *own.state.shape[1:]), torch.nan)))
-    keeping = replace(own, window=more) if isinstance(own, Convolution) else replace(own, memory=more)
-    whole = own.copy()
-    expected = change(whole, rows)
-    assert torch.equal(change(keeping, rows._replace(snapshots=kept)), expected)
-    assert torch.equal(keeping.state[: len(own.state)].nan_to_num(), whole.state.nan_to_num())
-    for token in chosen:
-        cut = own.copy()
-        change(cut.part(0, token + 1), some_of(rows, 0, token + 1))
-        sequence = int((rows.starts <= token).sum()) - 1
-        assert torch.equal(keeping.state[kept[token]], cut.state[rows.blocks[sequence]]), token
+def apply(functions: Any, own: Operands, rows: StateRows, **options: Any) -> Tensor:
+    """Call the operation of these operands. functions: has the three operations as attributes, as backends do."""
+    if isinstance(own, Convolution):
+        return functions.short_convolution(*own.operands(rows), **options)
+    if isinstance(own, StateSpace):
+        return functions.state_space(*own.operands(rows), limits=own.limits, **options)
+    return functions.gated_delta_rule(*own.operands(rows), **options)
 
 
 def softplus(x: float) -> float:
     return x if x > 500 else math.log1p(math.exp(x))
-
-
-def assert_near(found: Tensor, expected: Tensor, slack: float = 3e-6) -> None:
-    """slack: tolerance of float32 sums, in addition to rounding to the dtype. NaN only where expected."""
-    assert torch.equal(found.isnan(), expected.isnan())
-    difference = (found.double() - expected).nan_to_num().abs()
-    allowed = slack + ROUNDING[found.dtype] * 1.01 * expected.abs().nan_to_num()
-    assert (difference <= allowed).all(), difference.max()

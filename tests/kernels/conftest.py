@@ -1,4 +1,4 @@
-"""What every kernel test starts from: the forms of the compiled kernels, random numbers that repeat, poisoned memory."""
+"""Fixtures of all kernel tests: variants of the compiled kernels, repeatable random numbers, and poisoned memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def form(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs() -> Iterator[None]:
-    """torch.empty hands out NaN, so an output element that is never written shows."""
+    """Fill new tensors with NaN, so that output elements that are not written are detected."""
     torch.manual_seed(11)
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Runs tests of the kernels for 64-bit ARM on another machine, under QEMU: tests/kernels/emulate_arm64.sh [pytest arguments].
+# Run tests of the kernels for 64-bit ARM on another machine, under QEMU: tests/kernels/emulate_arm64.sh [pytest arguments].
 #
 # Needs (Debian, Ubuntu): g++-aarch64-linux-gnu qemu-user-static debootstrap, and root the first time. CPU=max (the default) has
-# sdot, CPU=cortex-a72 and CPU=a64fx have not. What is fetched stays in FOLDER. A hundred times slower than a machine of that
-# kind, so ask for few tests. torch is the last one that PyPI has without CUDA and that every ARMv8 processor runs.
+# sdot, CPU=cortex-a72 and CPU=a64fx do not. Downloads are stored in FOLDER. Emulation is about a hundred times slower than
+# such a machine, so select few tests. This torch is the last one on PyPI without CUDA that runs on every ARMv8 processor.
 set -eu
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${FOLDER:-$root/work/arm64}
 [ $# -gt 0 ] || set -- tests/kernels/cpu/test_cpu_blocks.py
 
@@ -24,7 +24,7 @@ fi
 
 mkdir -p "$folder/bin"
 ln -sf "$(command -v aarch64-linux-gnu-g++)" "$folder/bin/g++"  # for tests that compile something
-cat > "$folder/bin/python" << EOF  # what Python takes itself for, so that tests can start another one
+cat > "$folder/bin/python" << EOF  # the executable that tests start as a child
 #!/bin/sh
 exec qemu-aarch64-static -0 "\$0" -cpu "\${CPU:-max}" -L "$folder/root" "$folder/root/usr/bin/python3.11" "\$@"
 EOF

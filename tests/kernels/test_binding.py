@@ -1,4 +1,4 @@
-"""Which backend is bound for what, and what it says of itself."""
+"""Selection of backends, and their descriptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WITH_KERNELS
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_cpu_gets_the_compiled_kernels(deterministic: bool) -> None:
+def test_cpus_use_the_compiled_kernels(deterministic: bool) -> None:
     backend = select_backend("cpu", torch.bfloat16, deterministic=deterministic)
     assert isinstance(backend, CompiledBackend) and reads_16bit_weights("cpu")
     assert backend.explain() == f"compiled CPU kernels ({cpu.load().isa})" and not backend.is_fallback
@@ -42,7 +42,7 @@ def test_a_cpu_gets_the_compiled_kernels(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(("deterministic", "kind"), [(False, TorchBackend), (True, RowIndependentBackend)])
-def test_without_them_it_gets_plain_torch_and_is_told_why(
+def test_cpus_without_compiled_kernels_use_plain_torch(
     without_kernels: None, deterministic: bool, kind: type[Backend]
 ) -> None:
     backend = select_backend("cpu", deterministic=deterministic)
@@ -54,7 +54,7 @@ def test_without_them_it_gets_plain_torch_and_is_told_why(
 
 
 @pytest.mark.parametrize(("deterministic", "kind"), [(False, TorchBackend), (True, RowIndependentBackend)])
-def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool, kind: type[Backend]) -> None:
+def test_other_devices_use_plain_torch_without_a_fallback(deterministic: bool, kind: type[Backend]) -> None:
     backend = select_backend("meta", deterministic=deterministic)
     assert type(backend) is kind and not reads_16bit_weights("meta")
     assert "no others for meta" in backend.explain() and not backend.is_fallback
@@ -62,7 +62,7 @@ def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool
     assert backend.table(3, 5, torch.float32).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
 
 
-def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abilities_of_a_device_follow_from_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(refused: str | None = None, **fields: Any) -> backend_selector._NativeBackend:
         return backend_selector._NativeBackend(lambda _: refused, TorchBackend, **fields)
 
@@ -80,7 +80,7 @@ def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
+def test_weights_have_the_requested_form(name: str) -> None:
     backend, form = select_backend("cpu"), FORMS[name]
     for make in (backend.matrix, backend.table, backend.tied_embedding):
         weight = make(20, 33, form)
@@ -89,7 +89,7 @@ def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
         assert isinstance(plain, torch.Tensor) and plain.dtype == torch.float32 and plain.shape == (20, 33)
 
 
-def test_torch_refuses_weights_in_panels() -> None:
+def test_torch_refuses_panel_weights() -> None:
     backend, weight = select_backend("meta"), PanelWeight.empty(16, 4, torch.bfloat16)
     with pytest.raises(TypeError, match="panel weights"):
         backend.linear(torch.ones(1, 4), weight)
@@ -99,9 +99,7 @@ def test_torch_refuses_weights_in_panels() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_every_backend_embeds_the_same_rows(
-    dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_embed_the_same_rows(dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale is rounded to the compute dtype, as are the products."""
     ids, source, found = torch.tensor([3, 0, 3]), torch.randn(5, 32), []
     for unavailable in (False, True):

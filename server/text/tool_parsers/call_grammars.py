@@ -14,7 +14,6 @@ from windlass.server.text.schema_rewriting import enforced_schema, names_all_mem
 MAX_GRAMMAR_CALLS = 16  # per answer, for models that never stop calling
 MAX_MEMBERS = 200  # per function with one rule per member: llguidance recurses from each rule to the next
 PARAMETERS_OF = "// parameters of "  # comment line before a rule, followed by the function's name
-
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _UNSUPPORTED_KEYWORDS = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")

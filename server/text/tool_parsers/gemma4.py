@@ -26,13 +26,11 @@ BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKERS = frozenset({BEGIN, END, QUOTE})
 MAX_DEPTH = 16  # of a schema; deeper values are written as JSON
 MAX_BOUND = 1 << 20  # of a minimum or maximum length
-
 _NAME = re.compile(r"[^\s{}<]")
 _KEY = re.compile(r"[^:,{}\[\]<]")
 _QUOTED_KEY = re.compile(r"[^<]")
 _UNQUOTED_KEY = re.compile(r"[^\s:,{}\[\]<\"]([^:,{}\[\]<]{0,200}[^\s:,{}\[\]<])?")
 _CLOSING = {"{": "}", "[": "]"}
-
 _SPACING = {"item_separator": ",", "key_separator": ":"}
 _EXTERNAL_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
 _ANNOTATIONS = {

@@ -11,7 +11,6 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS})
 MAX_HEADER = 512  # characters
-
 _CALLED = re.compile(r"\bto=functions\.([^\s<]{1,256})")
 _RECIPIENT = re.compile(r"[^\s<]")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

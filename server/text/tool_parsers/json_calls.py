@@ -13,7 +13,6 @@ DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool�
 DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK_MARKERS = frozenset({DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR})
-
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]")
 _MISTRAL_NAME = re.compile(r"[\w.\-]")
 _DEEPSEEK_NAME = re.compile(r"[^\s<{]")

@@ -15,7 +15,6 @@ START, END = "<|python_start|>", "<|python_end|>"
 LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
 LFM2_MARKERS = frozenset({LFM2_BEGIN, LFM2_END})
 MAX_PYTHON = 16384  # characters of a value in Python syntax: parsing longer ones would block the event loop
-
 _NAME = re.compile(r"[\w.\-]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _OUTSIDE = re.compile(r"[^'\"()\[\]{},=]*")

@@ -14,7 +14,6 @@ from windlass.server.text.stream_parser import MAX_NAME, ParserSteps, StreamPars
 MAX_SCHEMAS = 100  # visited for the types of one parameter: references may be cyclic or point to long lists
 MAX_VALUES = 1000  # in an `enum` or a list of types; longer ones are ignored
 ANY_TYPE = frozenset({"string", "null", "boolean", "number", "object", "array"})
-
 _NAME = re.compile(r"[^<>\s=]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _TEXT = frozenset({"string", "null"})

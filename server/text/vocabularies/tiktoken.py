@@ -25,7 +25,6 @@ from windlass.server.text.vocabularies.vocabulary import (
 
 TEKKEN_FILE = "tekken.json"
 TIKTOKEN_FILE = "tiktoken.model"
-
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # Special tokens of tekken.json before version 7 (mistral-common, tokens/tokenizers/tekken.py).

@@ -15,7 +15,6 @@ MAX_BYTES = 2**27  # of a vocabulary file; tekken.json, the largest in use, has 
 MAX_TOKENS = 2**21  # eight times the largest vocabulary of a model with open weights
 MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of 512 spaces are the longest in use
 MAX_CHARACTERS = 2**25  # of all tokens; the 262,144 tokens of Gemma have 1.5 million
-
 _PREFIX = "tokenizer.ggml."
 _ABSENT_TOKEN = 2**32 - 1  # -1 as an unsigned integer
 _SPECIAL = {

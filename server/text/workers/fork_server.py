@@ -164,18 +164,19 @@ def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> N
 
 
 def _run_job(connection: socket.socket, job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
+    task, limits = job
     phase = 0
 
     def next_phase(size: int) -> None:
         nonlocal phase
         phase += 1
         frames.send(connection, NextPhase(size))
-        memory.set(job.memory[phase])
+        memory.set(limits[phase].memory)
 
     tasks.next_phase = next_phase
-    memory.set(job.memory[0])
+    memory.set(limits[0].memory)
     try:
-        return frames.encode(Result(job.task(tasks)))
+        return frames.encode(Result(task(tasks)))
     except MemoryError:
         failure = Result(error="memory", phase=phase)
     except (RequestError, ChatTemplateError) as error:

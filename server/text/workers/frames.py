@@ -49,14 +49,16 @@ class WorkerSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A method of `TextTasks` with its keyword arguments.
+class Limits:
+    """Limits of one phase of a job. seconds: from its start, without waiting for a slot. memory: bytes beyond what the process
+    holds."""
 
-    memory: for each phase of the job, bytes that it may allocate beyond what the process holds.
-    """
+    seconds: float
+    memory: int
 
-    task: partial[Any]
-    memory: tuple[int, ...]
+
+# A job: a method of `TextTasks` with its keyword arguments, and the limits of each of its phases.
+Job = tuple[partial[Any], Sequence[Limits]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import Job, Result, WorkerSource
+from windlass.server.text.workers.frames import Limits, Result, WorkerSource
 from windlass.server.text.workers.processes import (
     RECYCLE_JOB_SIZE,
     ClosedError,
@@ -30,20 +30,11 @@ from windlass.server.text.workers.processes import (
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job takes the slot of large jobs
 MAX_IDLE_PROCESSES = 3
-
 R = TypeVar("R")
 
 
 class QueueFullError(TextWorkerError):
     """Too much work is already waiting for a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one phase of a job. seconds: from its start, without waiting for a slot. memory: bytes."""
-
-    seconds: float
-    memory: int
 
 
 class FairLimiter:
@@ -203,30 +194,29 @@ class TextPool:
 
     # ---- on threads --------------------------------------------------------------------------------------------------
     def _run_job(self, task: partial[R], limits: Sequence[Limits], size: int, handle: _JobHandle) -> Result:
-        body = frames.encode(Job(task, tuple(each.memory for each in limits)))
-        seconds = [each.seconds for each in limits]
+        body = frames.encode((task, limits))
         process, fresh = self._acquire_process()
         try:
-            result = self._run_on_process(process, handle, body, seconds)
+            result = self._run_on_process(process, handle, body, limits)
         except ProcessDiedError:
             self.processes_lost += not self._closed
             if fresh or self._closed:
                 raise
             process = self._fork()  # it may have died while idle, and jobs can be repeated
-            result = self._run_on_process(process, handle, body, seconds)
+            result = self._run_on_process(process, handle, body, limits)
         process.needs_recycling |= size >= RECYCLE_JOB_SIZE or bool(result.error)
         self._return_process(process)
         return result
 
     def _run_on_process(
-        self, process: TextProcess, handle: _JobHandle, body: bytes, seconds: Sequence[float]
+        self, process: TextProcess, handle: _JobHandle, body: bytes, limits: Sequence[Limits]
     ) -> Result:
         self._running.add(process)
         try:
             if self._closed or not handle.attach(process):
                 process.kill()
                 raise ClosedError("the server is shutting down")
-            result = process.run(body, seconds)
+            result = process.run(body, limits)
         except BaseException:
             process.kill()  # it has no other owner
             raise

@@ -21,7 +21,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import child_output_fd
 from windlass.server.text.pair_prompts import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, NextPhase, Result, WorkerSource
+from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Limits, NextPhase, Result, WorkerSource
 
 LOAD_SECONDS = 120.0  # for the tokenizer, which the API process has already loaded
 COMPILE_SECONDS = 5.0  # for each chat template
@@ -195,18 +195,18 @@ class TextProcess:
         self._exited = self._interrupted = False
         self.needs_recycling = False
 
-    def run(self, job: bytes, seconds: Sequence[float]) -> Result:
-        """Run an encoded `Job`. seconds: time limit of each of its phases.
+    def run(self, job: bytes, limits: Sequence[Limits]) -> Result:
+        """Run an encoded `Job` with these limits.
 
         Raises TooSlowError, ProcessDiedError or KilledError, after which the process is dead.
         """
         phase, lowered = 0, False
         now = time.monotonic()
-        lower_at, deadline = now + LOWER_PRIORITY_AFTER, now + seconds[0]
+        lower_at, deadline = now + LOWER_PRIORITY_AFTER, now + limits[0].seconds
         message: NextPhase | Result | None = None
         error: TextWorkerError | None = None
         try:
-            self._connection.settimeout(seconds[0])
+            self._connection.settimeout(limits[0].seconds)
             frames.send_encoded(self._connection, job)
             while True:
                 wait = max(0.0, min(lower_at, deadline) - time.monotonic())
@@ -219,7 +219,7 @@ class TextProcess:
                     break
                 self.needs_recycling |= message.size >= RECYCLE_JOB_SIZE
                 phase += 1
-                deadline = time.monotonic() + seconds[phase]
+                deadline = time.monotonic() + limits[phase].seconds
         except TimeoutError:
             self.kill()
             error = TooSlowError()

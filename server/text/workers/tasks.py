@@ -143,6 +143,12 @@ class TextTasks:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _check_size(to_json(payload), max_bytes, "prompt")
 
+    def tokenize_chat(self, *, conversation: Mapping[str, Any], **options: Any) -> bytes:
+        """Render a conversation, then `tokenize` in a second phase. conversation, options: arguments of these methods."""
+        text = self.render(**conversation)
+        self.next_phase(len(text))
+        return self.tokenize(text=text, **options)
+
     def decode(self, *, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
@@ -169,26 +175,11 @@ class TextTasks:
         """A serialized grammar; see `GrammarCompiler.compile`."""
         return self._grammars.compile(kind, value, alternative)
 
-    def render(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        with_tools: bool,
-    ) -> str:
-        """A conversation as text; see `ChatTemplate.render`. with_tools: use the template for chats with functions."""
+    def render(self, *, messages: Sequence[Mapping[str, Any]], with_tools: bool, **options: Any) -> str:
+        """A conversation as text. with_tools: use the template for chats with functions. options: of `ChatTemplate.render`."""
         template = self._tool_template if with_tools else self._template
         assert template is not None
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            tools=tools,
-        )
+        return template.render(messages, **options)
 
     def encode_chat(
         self, *, add_special_tokens: bool, max_characters: int | None, **conversation: Any

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
+
+from helpers.scripted_http import ScriptedServer, scripted_server
 
 from windlass.clients import AsyncClient, Client, Stream
 
@@ -11,6 +15,14 @@ from windlass.clients import AsyncClient, Client, Stream
 def any_client(kind: str, *args: Any, **options: Any) -> Any:
     """The client of that kind, "sync" or "async", to be used with `async with` and awaited."""
     return Sync(*args, **options) if kind == "sync" else AsyncClient(*args, **options)
+
+
+@asynccontextmanager
+async def scripted_client(kind: str, *scripts: Any, **options: Any) -> AsyncIterator[tuple[ScriptedServer, Any]]:
+    """A scripted server and a client of that kind for it."""
+    with scripted_server(*scripts) as server:
+        async with any_client(kind, server.url, **options) as client:
+            yield server, client
 
 
 class Sync:

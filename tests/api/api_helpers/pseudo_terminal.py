@@ -21,7 +21,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 
 
 def paste(text: str) -> str:
-    """What a terminal sends for a text from the clipboard, where the program has asked to be told."""
+    """What a terminal sends for a text from the clipboard, for a program that has enabled bracketed paste."""
     return f"\x1b[200~{text}\x1b[201~"
 
 
@@ -87,7 +87,7 @@ class PseudoTerminal:
         if select.select([self._master], [], [], seconds)[0]:
             try:
                 data = os.read(self._master, 65536)
-            except OSError:  # nobody has the other side any more
+            except OSError:  # the other side is closed
                 return False
             self._bytes += data
             return bool(data)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.scripted_http import answer, drop, events, scripted_server, silence
 
 import windlass.clients
@@ -101,6 +101,12 @@ def make(kind, monkeypatch):
     return lambda *args, **options: any_client(kind, *args, **{"retry": QUICK, "timeout": 10, **options})
 
 
+@pytest.fixture
+def serve(kind, make):
+    """A factory of scripted servers with a client of each."""
+    return lambda *scripts, **options: scripted_client(kind, *scripts, **{"retry": QUICK, "timeout": 10, **options})
+
+
 pytestmark = pytest.mark.anyio
 
 
@@ -110,7 +116,7 @@ async def collect(stream) -> list[Any]:
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
-async def test_context_options_are_sent_and_context_use_is_reported(make):
+async def test_context_options_are_sent_and_context_use_is_reported(serve):
     fields = {
         "context_overflow": "shift",
         "keep_tokens": 32,
@@ -139,14 +145,13 @@ async def test_context_options_are_sent_and_context_use_is_reported(make):
         events(chat_chunk("x", role="assistant"), last_of_chat, "[DONE]"),
     ]
     chat = [{"role": "user", "content": "one"}]
-    with scripted_server(*scripts) as server:
-        async with make(server.url) as client:
-            found = [(await client.completions("one", passages=spans, **fields)).rotary]
-            found.append(
-                (await (await client.completions("one", passages=spans, stream=True, **fields)).get_final()).rotary
-            )
-            found.append((await client.chat(chat, **fields)).rotary)
-            found.append((await (await client.chat(chat, stream=True, **fields)).get_final()).rotary)
+    async with serve(*scripts) as (server, client):
+        found = [(await client.completions("one", passages=spans, **fields)).rotary]
+        found.append(
+            (await (await client.completions("one", passages=spans, stream=True, **fields)).get_final()).rotary
+        )
+        found.append((await client.chat(chat, **fields)).rotary)
+        found.append((await (await client.chat(chat, stream=True, **fields)).get_final()).rotary)
     for request, rotary in zip(server.requests, found, strict=True):
         sent = dict(request.json)
         wanted = {**fields, **({"passages": list(spans)} if "prompt" in sent else {})}
@@ -154,10 +159,9 @@ async def test_context_options_are_sent_and_context_use_is_reported(make):
         assert dataclasses.asdict(rotary.context) == report
 
 
-async def test_completion(make):
-    with scripted_server(answer(COMPLETION)) as server:
-        async with make(server.url) as client:
-            result = await client.completions("one", model="m", max_tokens=2, stop=("\n",), top_k=None, deadline=9.5)
+async def test_completion(serve):
+    async with serve(answer(COMPLETION)) as (server, client):
+        result = await client.completions("one", model="m", max_tokens=2, stop=("\n",), top_k=None, deadline=9.5)
     (request,) = server.requests
     assert (request.method, request.path) == ("POST", "/v1/completions")
     assert request.json == {"prompt": "one", "model": "m", "max_tokens": 2, "stop": ["\n"], "timeout": 9.5}
@@ -187,17 +191,16 @@ async def test_chat(make):
 @pytest.mark.parametrize(
     "prompt", [[1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3])], ids=["list", "tuple", "range", "numpy"]
 )
-async def test_token_ids_in_any_form(make, prompt):
-    with scripted_server(answer(COMPLETION)) as server:
-        async with make(server.url) as client:
-            await client.completions(prompt)
-            await client.completions([prompt, prompt], logit_bias={5: 1.5})
+async def test_token_ids_in_any_form(serve, prompt):
+    async with serve(answer(COMPLETION)) as (server, client):
+        await client.completions(prompt)
+        await client.completions([prompt, prompt], logit_bias={5: 1.5})
     assert server.requests[0].json == {"prompt": [1, 2, 3]}
     assert server.requests[1].json == {"prompt": [[1, 2, 3], [1, 2, 3]], "logit_bias": {"5": 1.5}}
     assert server.connections == 1  # the connection was reused
 
 
-async def test_small_endpoints(make):
+async def test_small_endpoints(serve):
     scripts = [
         answer({"count": 2, "tokens": [4, 5], "max_model_len": 9, "offsets": [[0, 1], [1, 2]]}),
         answer({"count": 1, "tokens": [4], "max_model_len": None}),
@@ -205,13 +208,12 @@ async def test_small_endpoints(make):
         answer({"object": "list", "data": [{"id": "org/m", "max_model_len": 64, "rotary": {"rope_theta": 1e4}}]}),
         answer({"id": "org/m x"}),
     ]
-    with scripted_server(*scripts) as server:
-        async with make(server.url) as client:
-            tokenized = await client.tokenize("hi")
-            chat = await client.tokenize(messages=[{"role": "user", "content": "x"}])
-            text = await client.detokenize([4, 5], extra_body={"skip_special_tokens": True})
-            models = await client.models()
-            model = await client.model("org/m x")
+    async with serve(*scripts) as (server, client):
+        tokenized = await client.tokenize("hi")
+        chat = await client.tokenize(messages=[{"role": "user", "content": "x"}])
+        text = await client.detokenize([4, 5], extra_body={"skip_special_tokens": True})
+        models = await client.models()
+        model = await client.model("org/m x")
     assert tokenized.tokens == (4, 5) and tokenized.offsets == ((0, 1), (1, 2)) and tokenized.max_model_len == 9
     assert chat.count == 1 and chat.offsets is None and text.text == "hi"
     assert models[0].id == "org/m" and models[0].rotary == {"rope_theta": 1e4} and model.id == "org/m x"
@@ -221,10 +223,9 @@ async def test_small_endpoints(make):
     assert server.requests[2].json == {"tokens": [4, 5], "skip_special_tokens": True}
 
 
-async def test_health_accepts_status_503_and_is_not_retried(make):
-    with scripted_server(answer({"status": "ok"}), answer({"status": "draining"}, "503 Unavailable")) as server:
-        async with make(server.url) as client:
-            health, ready = await client.health(), await client.ready()
+async def test_health_accepts_status_503_and_is_not_retried(serve):
+    async with serve(answer({"status": "ok"}), answer({"status": "draining"}, "503 Unavailable")) as (server, client):
+        health, ready = await client.health(), await client.ready()
     assert (health.ok, health.status) == (True, "ok") and (ready.ok, ready.status) == (False, "draining")
     assert [r.path for r in server.requests] == ["/health", "/ready"]
 
@@ -260,17 +261,18 @@ def test_malformed_base_url_or_key_is_refused_by_the_constructor(url):
         (500, ServerError), (502, ServerError), (503, ServerError), (504, ServerError),
     ],
 )  # fmt: skip
-async def test_errors_by_status(make, status, kind):
+async def test_errors_by_status(serve, status, kind):
     error = {"message": "bad temperature", "type": "t", "param": "temperature", "code": "c"}
-    with scripted_server(answer({"error": error}, f"{status} X", x_request_id="req-9")) as server:
-        async with make(server.url, retry=RetryPolicy(max_retries=0)) as client:
-            for stream in (False, True):
-                with pytest.raises(kind) as caught:
-                    await client.completions("x", stream=stream)
-                e = caught.value
-                assert type(e) is kind and isinstance(e, APIStatusError)
-                assert (e.status, e.param, e.code, e.type, e.request_id) == (status, "temperature", "c", "t", "req-9")
-                assert e.message == "bad temperature" and "req-9" in str(e) and "temperature" in str(e)
+    async with serve(
+        answer({"error": error}, f"{status} X", x_request_id="req-9"), retry=RetryPolicy(max_retries=0)
+    ) as (_, client):
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                await client.completions("x", stream=stream)
+            e = caught.value
+            assert type(e) is kind and isinstance(e, APIStatusError)
+            assert (e.status, e.param, e.code, e.type, e.request_id) == (status, "temperature", "c", "t", "req-9")
+            assert e.message == "bad temperature" and "req-9" in str(e) and "temperature" in str(e)
 
 
 @pytest.mark.parametrize(
@@ -284,22 +286,20 @@ async def test_errors_by_status(make, status, kind):
         (answer(b"", "307 Temporary Redirect", location="http://elsewhere/"), "http://elsewhere/"),
     ],
 )
-async def test_errors_of_other_servers(make, script, says):
-    with scripted_server(script) as server:
-        async with make(server.url) as client:
-            with pytest.raises(APIStatusError, match=says):
-                await client.chat([])
+async def test_errors_of_other_servers(serve, script, says):
+    async with serve(script) as (server, client):
+        with pytest.raises(APIStatusError, match=says):
+            await client.chat([])
     assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
     "payload", [b"not json", [], {"id": "x"}, {"id": "x", "choices": 3}, {"id": "x", "choices": [{"text": "no index"}]}]
 )
-async def test_malformed_response(make, payload):
-    with scripted_server(answer(payload)) as server:
-        async with make(server.url) as client:
-            with pytest.raises(ResponseError, match="not understood") as caught:
-                await client.completions("x")
+async def test_malformed_response(serve, payload):
+    async with serve(answer(payload)) as (_, client):
+        with pytest.raises(ResponseError, match="not understood") as caught:
+            await client.completions("x")
     assert caught.value.request_id == "req-1"
 
 
@@ -317,51 +317,46 @@ OVERLOADED = answer({"error": {"message": "full"}}, "429 Too Many")
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", ["429 Too Many", "503 Unavailable"])
-async def test_retries_until_success(make, status, stream):
+async def test_retries_until_success(serve, status, stream):
     good = events(chunk("a", "stop"), "[DONE]") if stream else answer(COMPLETION)
     busy = answer({"error": {"message": "busy"}}, status)
-    with scripted_server(busy, busy, good) as server:
-        async with make(server.url) as client:
-            result = await client.completions("x", stream=stream)
-            if stream:
-                assert [c.text for c in await collect(result)] == ["a"]
+    async with serve(busy, busy, good) as (server, client):
+        result = await client.completions("x", stream=stream)
+        if stream:
+            assert [c.text for c in await collect(result)] == ["a"]
     assert len(server.requests) == 3 and len({r.body for r in server.requests}) == 1
 
 
-async def test_retries_are_bounded(make):
-    with scripted_server(OVERLOADED) as server:
-        async with make(server.url) as client:
-            with pytest.raises(RateLimitError, match="full"):
-                await client.completions("x")
+async def test_retries_are_bounded(serve):
+    async with serve(OVERLOADED) as (server, client):
+        with pytest.raises(RateLimitError, match="full"):
+            await client.completions("x")
     assert len(server.requests) == 1 + QUICK.max_retries
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
-async def test_retry_after_is_honoured(make, form):
+async def test_retry_after_is_honoured(serve, form):
     value = "1" if form == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)
     busy = answer({"error": {"message": "busy"}}, "503 Unavailable", retry_after=value)
-    with scripted_server(busy, answer(COMPLETION)) as server:
-        async with make(server.url) as client:
-            await client.completions("x")
+    async with serve(busy, answer(COMPLETION)) as (server, client):
+        await client.completions("x")
     first, second = server.requests
     assert 0.9 <= second.time - first.time <= 3.5
 
 
-async def test_long_retry_after_raises_the_error(make):
+async def test_long_retry_after_raises_the_error(serve):
     busy = answer({"error": {"message": "busy"}}, "503 Unavailable", retry_after="3600")
-    with scripted_server(busy) as server:
-        async with make(server.url) as client:
-            with pytest.raises(ServerError) as caught:
-                await client.completions("x")
+    async with serve(busy) as (server, client):
+        with pytest.raises(ServerError) as caught:
+            await client.completions("x")
     assert caught.value.retry_after == 3600 and len(server.requests) == 1
 
 
 @pytest.mark.parametrize("status", ["400 Bad", "500 Oops", "502 Bad Gateway", "504 Timeout"])
-async def test_other_statuses_are_not_retried(make, status):
-    with scripted_server(answer({"error": {"message": "no"}}, status), answer(COMPLETION)) as server:
-        async with make(server.url) as client:
-            with pytest.raises(APIStatusError):
-                await client.completions("x")
+async def test_other_statuses_are_not_retried(serve, status):
+    async with serve(answer({"error": {"message": "no"}}, status), answer(COMPLETION)) as (server, client):
+        with pytest.raises(APIStatusError):
+            await client.completions("x")
     assert len(server.requests) == 1
 
 
@@ -387,11 +382,10 @@ async def test_connection_refused(make):
                 await client.health()
 
 
-async def test_no_retry_after_a_dropped_connection(make):
-    with scripted_server(drop) as server:
-        async with make(server.url) as client:
-            with pytest.raises(APIConnectionError, match="broke"):
-                await client.completions("x")
+async def test_no_retry_after_a_dropped_connection(serve):
+    async with serve(drop) as (server, client):
+        with pytest.raises(APIConnectionError, match="broke"):
+            await client.completions("x")
     assert len(server.requests) == 1
 
 
@@ -418,35 +412,32 @@ def test_retry_delays_grow_with_limit_and_jitter():
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut", [None, 1, 7])
-async def test_stream(make, cut):
+async def test_stream(serve, cut):
     payloads = [chunk("Gr"), chunk("öße 😀"), chunk("", "stop"), {**ENVELOPE, "choices": [], "usage": USAGE}, "[DONE]"]
-    with scripted_server(events(*payloads, cut=cut)) as server:
-        async with make(server.url) as client:
-            stream = await client.completions("x", stream=True, stream_options={"include_usage": True})
-            assert stream.request_id == "req-1"
-            chunks = await collect(stream)
+    async with serve(events(*payloads, cut=cut)) as (server, client):
+        stream = await client.completions("x", stream=True, stream_options={"include_usage": True})
+        assert stream.request_id == "req-1"
+        chunks = await collect(stream)
     assert server.requests[0].json["stream"] is True
     assert "".join(c.text for c in chunks) == "Größe 😀"
     assert chunks[2].choices[0].finish_reason == "stop" and chunks[3].usage.total_tokens == 5
 
 
-async def test_chat_stream(make):
+async def test_chat_stream(serve):
     payloads = [chat_chunk("", role="assistant"), chat_chunk("Hi"), chat_chunk(finish="stop"), "[DONE]"]
-    with scripted_server(events(*payloads)) as server:
-        async with make(server.url) as client:
-            chunks = await collect(await client.chat([{"role": "user", "content": "x"}], stream=True))
+    async with serve(events(*payloads)) as (_, client):
+        chunks = await collect(await client.chat([{"role": "user", "content": "x"}], stream=True))
     assert [c.text for c in chunks] == ["", "Hi", ""] and chunks[0].choices[0].delta.role == "assistant"
 
 
-async def test_chunks_arrive_when_they_are_sent(make):
+async def test_chunks_arrive_when_they_are_sent(serve):
     taken = threading.Semaphore(0)
-    with scripted_server(events(chunk("a"), chunk("b"), chunk("c", "stop"), "[DONE]", taken=taken)) as server:
-        async with make(server.url) as client:
-            texts = []
-            async with await client.completions("x", stream=True) as stream:
-                async for item in stream:
-                    texts.append(item.text)
-                    taken.release()
+    async with serve(events(chunk("a"), chunk("b"), chunk("c", "stop"), "[DONE]", taken=taken)) as (_, client):
+        texts = []
+        async with await client.completions("x", stream=True) as stream:
+            async for item in stream:
+                texts.append(item.text)
+                taken.release()
     assert texts == ["a", "b", "c"]
 
 
@@ -462,99 +453,91 @@ BAD_ENDS = {
 
 
 @pytest.mark.parametrize("name", BAD_ENDS)
-async def test_incomplete_stream_raises(make, name):
+async def test_incomplete_stream_raises(serve, name):
     payloads, options, says = BAD_ENDS[name]
-    with scripted_server(events(*payloads)) as server:
-        async with make(server.url) as client:
-            stream = await client.completions(**{"prompt": "x", "stream": True, **options})
-            chunks = []
-            with pytest.raises(StreamError, match=says) as caught:
-                async with stream:
-                    async for item in stream:
-                        chunks.append(item)
+    async with serve(events(*payloads)) as (server, client):
+        stream = await client.completions(**{"prompt": "x", "stream": True, **options})
+        chunks = []
+        with pytest.raises(StreamError, match=says) as caught:
+            async with stream:
+                async for item in stream:
+                    chunks.append(item)
     assert caught.value.request_id == "req-1" and len(server.requests) == 1
     assert len(chunks) == sum(isinstance(p, dict) for p in payloads)
 
 
-async def test_finish_reasons_of_every_choice(make):
+async def test_finish_reasons_of_every_choice(serve):
     payloads = [chunk("a", "stop", 0), chunk("b", None, 1), chunk("", "length", 1), "[DONE]"]
-    with scripted_server(events(*payloads)) as server:
-        async with make(server.url) as client:
-            assert len(await collect(await client.completions("x", stream=True, n=2))) == 3
+    async with serve(events(*payloads)) as (_, client):
+        assert len(await collect(await client.completions("x", stream=True, n=2))) == 3
 
 
-async def test_error_event_raises(make):
+async def test_error_event_raises(serve):
     error = {"error": {"message": "engine died", "type": "server_error", "param": None, "code": "engine_unavailable"}}
-    with scripted_server(events(chunk("a"), error, "[DONE]")) as server:
-        async with make(server.url) as client:
-            chunks = []
-            with pytest.raises(StreamError, match="engine died") as caught:
-                async for item in await client.completions("x", stream=True):
-                    chunks.append(item.text)
+    async with serve(events(chunk("a"), error, "[DONE]")) as (server, client):
+        chunks = []
+        with pytest.raises(StreamError, match="engine died") as caught:
+            async for item in await client.completions("x", stream=True):
+                chunks.append(item.text)
     assert chunks == ["a"] and len(server.requests) == 1
     assert (caught.value.code, caught.value.type, caught.value.param) == ("engine_unavailable", "server_error", None)
 
 
 @pytest.mark.parametrize("payload", ["{", "[1]", '{"id": 3, "choices": []}', '{"choices": []}', "null"])
-async def test_malformed_event(make, payload):
-    with scripted_server(events(payload, "[DONE]")) as server:
-        async with make(server.url) as client:
-            with pytest.raises(ResponseError, match="not understood"):
-                await collect(await client.completions("x", stream=True))
+async def test_malformed_event(serve, payload):
+    async with serve(events(payload, "[DONE]")) as (_, client):
+        with pytest.raises(ResponseError, match="not understood"):
+            await collect(await client.completions("x", stream=True))
 
 
-async def test_broken_connection_in_a_stream(make):
-    with scripted_server(events(chunk("a"), end=False)) as server:
-        async with make(server.url) as client:
-            chunks = []
-            with pytest.raises(APIConnectionError, match="broke") as caught:
-                async for item in await client.completions("x", stream=True):
-                    chunks.append(item.text)
+async def test_broken_connection_in_a_stream(serve):
+    async with serve(events(chunk("a"), end=False)) as (server, client):
+        chunks = []
+        with pytest.raises(APIConnectionError, match="broke") as caught:
+            async for item in await client.completions("x", stream=True):
+                chunks.append(item.text)
     assert chunks == ["a"] and caught.value.request_id == "req-1"
     assert len(server.requests) == 1  # a response that has begun is not retried
 
 
-async def test_timeout_in_a_stream(make):
-    with scripted_server(events(chunk("a"), hang=True)) as server:
-        async with make(server.url, timeout=0.3) as client:
-            with pytest.raises(APITimeoutError):
-                await collect(await client.completions("x", stream=True))
-            assert server.disconnects.wait(30)
+async def test_timeout_in_a_stream(serve):
+    async with serve(events(chunk("a"), hang=True), timeout=0.3) as (server, client):
+        with pytest.raises(APITimeoutError):
+            await collect(await client.completions("x", stream=True))
+        assert server.disconnects.wait(30)
 
 
-async def test_response_that_is_not_a_stream(make):
-    with scripted_server(answer(COMPLETION)) as server:
-        async with make(server.url) as client:
-            with pytest.raises(ResponseError, match="a stream was expected"):
-                await client.completions("x", stream=True)
+async def test_response_that_is_not_a_stream(serve):
+    async with serve(answer(COMPLETION)) as (_, client):
+        with pytest.raises(ResponseError, match="a stream was expected"):
+            await client.completions("x", stream=True)
 
 
 @pytest.mark.parametrize("how", ["close", "close unread", "with", "exception", "break"])
-async def test_closing_early_closes_the_connection(make, how):
-    with scripted_server(events(chunk("a"), chunk("b"), hang=True)) as server:
-        async with make(server.url) as client:
-            stream = await client.completions("x", stream=True)
-            if how == "close":
-                assert (await anext(stream)).text == "a"
-                await stream.aclose()
-                await stream.aclose()
-            elif how == "close unread":
-                await stream.aclose()
-            elif how == "exception":
-                with pytest.raises(KeyError):
-                    async with stream:
-                        raise KeyError
-            elif how == "with":
+async def test_closing_early_closes_the_connection(serve, how):
+    async with serve(events(chunk("a"), chunk("b"), hang=True)) as (server, client):
+        stream = await client.completions("x", stream=True)
+        if how == "close":
+            assert (await anext(stream)).text == "a"
+            await stream.aclose()
+            await stream.aclose()
+        elif how == "close unread":
+            await stream.aclose()
+        elif how == "exception":
+            with pytest.raises(KeyError):
                 async with stream:
-                    pass
-            else:
-                async with stream:
-                    async for _ in stream:
-                        break
-            assert await asyncio.to_thread(server.disconnects.wait, 30)
-            # After the block, the rest is missing on purpose; a loop over a closed stream must raise.
-            with pytest.raises(StreamError if how.startswith("close") else StopAsyncIteration):
-                await anext(stream)
+                    raise KeyError
+        elif how == "with":
+            async with stream:
+                pass
+        else:
+            async with stream:
+                async for _ in stream:
+                    break
+        assert await asyncio.to_thread(server.disconnects.wait, 30)
+        # After the block, the rest is missing on purpose; a loop over a closed stream must raise.
+        with pytest.raises(StreamError if how.startswith("close") else StopAsyncIteration):
+            await anext(stream)
 
 
 async def test_cancelling_a_task_closes_its_stream():

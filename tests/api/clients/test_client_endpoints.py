@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from api_helpers.any_client import any_client
-from helpers.live_server import MODEL, Live, live_server
+from api_helpers.any_client import any_client, scripted_client
+from helpers.live_server import MODEL, Live, live_server, server_fixture
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.scripted_http import answer, scripted_server
 from hypothesis import given, settings
@@ -29,6 +29,7 @@ from windlass.clients import (
     CompletionOptions,
     CountOptions,
     DetokenizeOptions,
+    DocumentText,
     EmbeddingOptions,
     InfillOptions,
     MessageOptions,
@@ -43,6 +44,7 @@ from windlass.clients import (
     TemplateOptions,
     TokenizeOptions,
 )
+from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.rotary.rope_scaling import RopeScaling as Accepted
 from windlass.engine.rotary.rope_scaling import RotaryBase, RotaryGroup
 from windlass.server.api.rotary import RotaryInspectRequest
@@ -203,9 +205,8 @@ async def test_every_path_except_the_probes_requires_the_key(live: Live, kind: s
 async def test_openai_api_key_is_never_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINDLASS_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "between me and them")
-    with scripted_server(answer({"status": "ready"})) as server:
-        async with any_client(kind, server.url) as client:
-            await client.health()
+    async with scripted_client(kind, answer({"status": "ready"})) as (server, client):
+        await client.health()
     (request,) = server.requests
     assert "authorization" not in request.headers and "between me" not in json.dumps(request.headers)
 
@@ -316,17 +317,15 @@ async def test_scalings_by_rotary_group(kind: str) -> None:
     ],
 )
 async def test_malformed_responses(kind: str, name: str, payload: Any) -> None:
-    with scripted_server(answer(payload)) as server:
-        async with any_client(kind, server.url) as client:
-            with pytest.raises(ResponseError, match="not understood"):
-                await getattr(client, name)()
+    async with scripted_client(kind, answer(payload)) as (_, client):
+        with pytest.raises(ResponseError, match="not understood"):
+            await getattr(client, name)()
 
 
 async def test_error_status_with_unparsable_body(kind: str) -> None:
-    with scripted_server(answer(b"[" * 100_000, "400 Bad Request")) as server:
-        async with any_client(kind, server.url) as client:
-            with pytest.raises(BadRequestError, match="HTTP 400"):
-                await client.version()
+    async with scripted_client(kind, answer(b"[" * 100_000, "400 Bad Request")) as (_, client):
+        with pytest.raises(BadRequestError, match="HTTP 400"):
+            await client.version()
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -383,3 +382,75 @@ def test_metrics_text_format() -> None:
     for bad in ("a", "a b", "1a 2", "a{x=1} 2", 'a{x="1} 2', "a{x} 1"):
         with pytest.raises(ValueError, match="Prometheus"):
             Metrics.parse(bad)
+
+
+# ---- pooling, scores and classes --------------------------------------------------------------------------------------
+open_server = server_fixture()
+
+
+async def test_embeddings_in_both_encodings(open_server: Live, kind: str) -> None:
+    open_server.reset()
+    async with any_client(kind, open_server.url) as client:
+        packed = await client.embeddings([[5], [6, 7]], dimensions=3, deadline=30)
+        plain = await client.embeddings([[5], [6, 7]], dimensions=3, encoding_format="float")
+        assert packed.vectors == plain.vectors == [(5, 1, 2), (7, 1, 2)]
+        assert packed.usage.prompt_tokens == packed.usage.total_tokens == 3 and packed.request_id
+        one = await client.embeddings("hello", pooling="mean", normalize=False, rope_scaling=RopeScaling.linear(2))
+        assert len(one.data) == 1
+    request = open_server.engine.requests[-1]
+    assert request.pooling is not None and (request.pooling.kind, request.pooling.normalize) == ("mean", False)
+    assert request.rope_scaling is not None and open_server.engine.requests[0].deadline is not None
+
+
+@pytest.mark.parametrize("encoding", [None, "float", "base64"])
+async def test_pooled_states_in_both_encodings(open_server: Live, kind: str, encoding: str | None) -> None:
+    async with any_client(kind, open_server.url) as client:
+        several = await client.pooling([[5, 6], [7]], pooling="all", dimensions=2, encoding_format=encoding)
+        assert [item.rows for item in several.data] == [((5, 1), (6, 1)), ((7, 1),)]
+        single = await client.pooling([5, 6], dimensions=2, encoding_format=encoding)
+        assert [item.rows for item in single.data] == [((6, 1),)]
+
+
+async def test_score_and_rerank(open_server: Live, kind: str) -> None:
+    async with any_client(kind, open_server.url) as client:
+        scores = await client.score("q", ["a", "z"])
+        ranking = await client.rerank("q", ["a", {"text": "z"}], top_n=1)
+        assert [result.index for result in ranking.results] == [1]
+        assert ranking.results[0].relevance_score == max(scores.scores) and scores.scores[0] < scores.scores[1]
+        assert ranking.results[0].document == DocumentText(text="z")
+        bare = await client.rerank("q", ["a"], return_documents=False)
+        assert bare.results[0].document is None
+
+
+async def test_classify(open_server: Live, kind: str) -> None:
+    async with any_client(kind, open_server.url) as client:
+        with pytest.raises(BadRequestError) as caught:
+            await client.classify("x")
+        assert caught.value.code == "no_classifier"
+    engine = ScriptedEngine(info=model_info(classifier=ClassifierInfo(("bad", "good"), "softmax"), generates=False))
+    with live_server(engine) as other:
+        async with any_client(kind, other.url) as client:
+            (item,) = (await client.classify([5, 6])).data
+            assert item.label == "good" and math.isclose(item.probs[1], 1 / (1 + math.exp(-3)))
+            (model,) = await client.models()
+            assert model.tasks == ("embed", "classify") and model.classes == {
+                "labels": ["bad", "good"],
+                "activation": "softmax",
+                "per_token": False,
+            }
+
+
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        ("embeddings", [{"index": 0, "embedding": "AAA"}]),
+        ("embeddings", [{"index": 0, "embedding": "?"}]),
+        ("embeddings", [{"index": 0}]),
+        ("embeddings", None),
+        ("pooling", [{"index": 0, "data": "AACAPw=="}]),
+        ("pooling", [{"index": 0, "data": "AACAPw==", "shape": [1, 0]}]),
+    ],
+)
+def test_malformed_pooling_responses(method: str, data: Any) -> None:
+    with scripted_server(answer({"data": data})) as server, Client(server.url) as client, pytest.raises(ResponseError):
+        getattr(client, method)("x")

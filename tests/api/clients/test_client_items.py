@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
-from api_helpers.any_client import any_client
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.scripted_http import events, scripted_server
-from helpers.toy_tokenizers import byte_level
+from api_helpers.any_client import any_client, scripted_client
+from helpers.live_server import Live, server_fixture
+from helpers.scripted_http import events
 
 from windlass.clients import BadRequestError, Message, NotFoundError, Response, StreamError
 from windlass.engine.errors import EngineDeadError
@@ -28,28 +24,15 @@ LOOK = {"type": "function", "name": "look", "parameters": SCHEMA}
 USE = {"name": "look", "input_schema": SCHEMA}
 TEXT = '<think>so</think>Wait. <tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 USER = [{"role": "user", "content": "hi"}]
-INFO = model_info(vocab_size=430, max_model_len=4096)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=backend) as server:
-        yield server
+shared = server_fixture(
+    template=TEMPLATE, tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"), model={"max_model_len": 4096}
+)
 
 
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = INFO
-    ids = shared.tokenizer.encode(TEXT, add_special_tokens=False)
-    shared.engine.reply, shared.engine.eos_after = ids, len(ids)
-    return shared
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def live(live: Live) -> Live:
+    live.generate(TEXT)
+    return live
 
 
 def lasting(whole: Response | Message) -> Any:
@@ -82,12 +65,12 @@ async def test_conversation_of_responses(live: Live, kind: str) -> None:
         first = await client.responses("hi", tools=[LOOK], max_output_tokens=300)
         result = first.calls[0].reply("sun")
         second = await client.responses([result], previous_response_id=first.id, tools=[LOOK], max_output_tokens=9)
-        kept = prompt_of(live)
+        kept = live.prompt
         counted = await client.count_input([result], previous_response_id=first.id, tools=[LOOK])
         assert counted == len(live.engine.requests[-1].prompt_token_ids)
         assert await client.count_input(previous_response_id=second.id, tools=[LOOK]) > counted
         again = await client.responses([*USER, *first.output, result], tools=[LOOK], max_output_tokens=9)
-        assert prompt_of(live) == kept and kept.endswith("[tool]sun") and "<so>Wait.<tool_call>" in kept
+        assert live.prompt == kept and kept.endswith("[tool]sun") and "<so>Wait.<tool_call>" in kept
         assert again.status == "incomplete" and again.incomplete_details == {"reason": "max_output_tokens"}
         assert lasting(await client.response(first.id)) == lasting(first)
         page = await client.response_items(again.id, order="asc", limit=2)
@@ -119,7 +102,7 @@ async def test_message_equals_its_stream(live: Live, kind: str) -> None:
         assert lasting(final) == lasting(whole)
         result = {"role": "user", "content": [final.calls[0].reply("no", is_error=True)]}
         await client.messages([*USER, final, result], 5, tools=[USE])
-    assert "<so>Wait.<tool_call>" in prompt_of(live) and prompt_of(live).endswith("[tool]Error: no")
+    assert "<so>Wait.<tool_call>" in live.prompt and live.prompt.endswith("[tool]Error: no")
 
 
 async def test_failures(live: Live, kind: str) -> None:
@@ -152,11 +135,8 @@ CUT: list[tuple[str, list[dict[str, Any]], str]] = [
 async def test_incomplete_stream_of_events_raises(
     kind: str, endpoint: str, sent: list[dict[str, Any]], said: str
 ) -> None:
-    with scripted_server(events(*sent)) as server:
-        async with any_client(kind, server.url) as client:
-            call = (
-                client.responses("a", stream=True) if endpoint == "responses" else client.messages(USER, 5, stream=True)
-            )
-            async with await call as stream:
-                with pytest.raises(StreamError, match=said):
-                    await stream.get_final()
+    async with scripted_client(kind, events(*sent)) as (_, client):
+        call = client.responses("a", stream=True) if endpoint == "responses" else client.messages(USER, 5, stream=True)
+        async with await call as stream:
+            with pytest.raises(StreamError, match=said):
+                await stream.get_final()

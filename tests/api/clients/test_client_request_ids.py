@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.live_server import live_server
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_http import Exchange, answer, drop, events, scripted_server, silence
@@ -43,22 +43,22 @@ async def failure(kind: str, url: str, read: float = 10.0, **options: Any) -> AP
 
 async def test_each_call_has_one_id_for_all_retries(kind: str) -> None:
     busy = answer({"error": {"message": "busy"}}, "503 Unavailable")
-    with scripted_server(busy, answer(DONE), answer(DONE), answer({"status": "ready"})) as server:
-        async with any_client(kind, server.url, retry=RetryPolicy(first_delay=0.01)) as client:
-            await client.completions("x")
-            await client.completions("x")
-            await client.health()
+    async with scripted_client(
+        kind, busy, answer(DONE), answer(DONE), answer({"status": "ready"}), retry=RetryPolicy(first_delay=0.01)
+    ) as (server, client):
+        await client.completions("x")
+        await client.completions("x")
+        await client.health()
     first, again, second, third = (request.headers["x-request-id"] for request in server.requests)
     assert first == again and len({first, second, third}) == 3
     assert all(HEX.fullmatch(name) for name in (first, second, third))
 
 
 async def test_request_ids_of_the_caller_are_sent(kind: str) -> None:
-    with scripted_server(answer(DONE)) as server:
-        async with any_client(kind, server.url, headers={"X-Request-Id": "all"}) as client:
-            await client.completions("x")
-            await client.completions("x", request_id="mine-1")
-            await client.completions("x", request_id="no spaces")  # the server refuses it
+    async with scripted_client(kind, answer(DONE), headers={"X-Request-Id": "all"}) as (server, client):
+        await client.completions("x")
+        await client.completions("x", request_id="mine-1")
+        await client.completions("x", request_id="no spaces")  # the server refuses it
     first, second, third = server.requests
     assert [request.headers["x-request-id"] for request in server.requests] == ["all", "mine-1", "all"]
     assert (second.json["request_id"], third.json["request_id"]) == ("mine-1", "no spaces")
@@ -109,11 +109,10 @@ async def test_connection_refused(kind: str) -> None:
 
 
 async def test_errors_of_streams_have_the_id(kind: str) -> None:
-    with scripted_server(events({"id": "c", "choices": []}, end=False)) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            with pytest.raises(APIConnectionError, match="broke") as caught:
-                await stream.until_done()
+    async with scripted_client(kind, events({"id": "c", "choices": []}, end=False)) as (server, client):
+        stream = await client.completions("x", stream=True)
+        with pytest.raises(APIConnectionError, match="broke") as caught:
+            await stream.until_done()
     assert caught.value.request_id == stream.request_id == "req-1"  # the id of the response
     with scripted_server(answer(b"no stream", content_type="text/plain", x_request_id="")) as server:
         error = await failure(kind, server.url, stream=True)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
@@ -131,18 +131,16 @@ async def test_usage_is_requested_by_default(kind: str) -> None:
         ({"stream_options": {"include_usage": False}}, {"include_usage": False}),
         ({"extra_body": {"stream_options": {"include_usage": False}}}, {"include_usage": False}),
     ]
-    with scripted_server(script) as server:
-        async with any_client(kind, server.url) as client:
-            for options, _ in asked:
-                stream = await (await client.completions("x", stream=True, **options)).until_done()
-                assert stream.usage is None  # this server sends none
+    async with scripted_client(kind, script) as (server, client):
+        for options, _ in asked:
+            stream = await (await client.completions("x", stream=True, **options)).until_done()
+            assert stream.usage is None  # this server sends none
     assert [request.json["stream_options"] for request in server.requests] == [sent for _, sent in asked]
 
 
 async def test_no_stream_options_without_stream(kind: str) -> None:
-    with scripted_server(answer({**ENVELOPE, "choices": []})) as server:
-        async with any_client(kind, server.url) as client:
-            await client.completions("x")
+    async with scripted_client(kind, answer({**ENVELOPE, "choices": []})) as (server, client):
+        await client.completions("x")
     assert server.requests[0].json == {"prompt": "x"}
 
 
@@ -154,26 +152,24 @@ async def test_incomplete_stream_has_no_final_response(kind: str, how: str) -> N
         "error event": events(PART, error, "[DONE]"),
         "broken": events(PART, end=False),
     }
-    with scripted_server(scripts[how]) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            await anext(stream)
-            if how == "closed":
-                await stream.aclose()
-            else:
-                failure = StreamError if how == "error event" else APIConnectionError
-                with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
-                    await stream.get_final()
-            with pytest.raises(StreamError, match="incomplete") as caught:
+    async with scripted_client(kind, scripts[how]) as (_, client):
+        stream = await client.completions("x", stream=True)
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+        else:
+            failure = StreamError if how == "error event" else APIConnectionError
+            with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
                 await stream.get_final()
-            assert stream.text == "part" and caught.value.request_id == "req-1"
+        with pytest.raises(StreamError, match="incomplete") as caught:
+            await stream.get_final()
+        assert stream.text == "part" and caught.value.request_id == "req-1"
 
 
 async def test_streams_reuse_a_connection(kind: str) -> None:
-    with scripted_server(events(END, "[DONE]")) as server:
-        async with any_client(kind, server.url) as client:
-            for _ in range(3):
-                assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
+    async with scripted_client(kind, events(END, "[DONE]")) as (server, client):
+        for _ in range(3):
+            assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
     assert (len(server.requests), server.connections) == (3, 1)
 
 
@@ -187,11 +183,13 @@ async def test_draining_a_stream_is_bounded(kind: str, how: str, monkeypatch: py
         while True:
             await exchange.chunk(b": more" * 1000)
 
-    with scripted_server(events(END, "[DONE]", hang=True) if how == "silent" else endless) as server:
-        async with any_client(kind, server.url) as client:
-            stream = await client.completions("x", stream=True)
-            assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
-            assert await asyncio.to_thread(server.disconnects.wait, 30)
+    async with scripted_client(kind, events(END, "[DONE]", hang=True) if how == "silent" else endless) as (
+        server,
+        client,
+    ):
+        stream = await client.completions("x", stream=True)
+        assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
+        assert await asyncio.to_thread(server.disconnects.wait, 30)
 
 
 @pytest.mark.parametrize("how", ["closed", "error caught"])
@@ -287,9 +285,8 @@ async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> No
         {**ENVELOPE, "choices": [], "usage": USAGE},
         "[DONE]",
     ]
-    with scripted_server(events(*payloads)) as server:
-        async with any_client(kind, server.url) as client:
-            final = await (await client.chat([], stream=True)).get_final()
+    async with scripted_client(kind, events(*payloads)) as (_, client):
+        final = await (await client.chat([], stream=True)).get_final()
     message = final.choices[0].message
     assert (message.role, message.content, message.reasoning_content) == ("assistant", None, "Let me see.")
     assert message.to_dict()["tool_calls"] == [

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
-from api_helpers.any_client import any_client
+from api_helpers.any_client import any_client, scripted_client
 from helpers.live_server import live_server
 from helpers.scripted_http import answer, events, scripted_server
 from jsonschema import Draft202012Validator
@@ -103,12 +103,11 @@ async def test_stream_properties_with_reasoning_and_tool_calls(kind: str) -> Non
         {"content": "Let"}, head, *pieces, reason="tool_calls",
     )  # fmt: skip
     seen = []
-    with scripted_server(events(*script)) as server:
-        async with any_client(kind, server.url) as client, await client.chat([], stream=True) as stream:
-            async for chunk in stream:
-                arguments = [call.function.arguments for call in stream.tool_calls]
-                seen.append((chunk.reasoning, stream.reasoning, stream.text, arguments, len(chunk.tool_calls)))
-            final = await stream.get_final()
+    async with scripted_client(kind, events(*script)) as (_, client), await client.chat([], stream=True) as stream:
+        async for chunk in stream:
+            arguments = [call.function.arguments for call in stream.tool_calls]
+            seen.append((chunk.reasoning, stream.reasoning, stream.text, arguments, len(chunk.tool_calls)))
+        final = await stream.get_final()
     assert seen == [
         ("", "", "", [], 0),
         ("h", "h", "", [], 0),
@@ -126,10 +125,12 @@ async def test_stream_properties_with_reasoning_and_tool_calls(kind: str) -> Non
 async def test_function_calls_in_the_older_form(kind: str) -> None:
     call = {"name": "look", "arguments": "{}"}
     script = streamed({"function_call": {"name": "look", "arguments": ""}}, {"function_call": {"arguments": "{}"}})
-    with scripted_server(answer(whole({"content": None, "function_call": call})), events(*script)) as server:
-        async with any_client(kind, server.url) as client:
-            first = await client.chat([])
-            final = await (await client.chat([], stream=True)).get_final()
+    async with scripted_client(kind, answer(whole({"content": None, "function_call": call})), events(*script)) as (
+        _,
+        client,
+    ):
+        first = await client.chat([])
+        final = await (await client.chat([], stream=True)).get_final()
     for result in (first, final):
         assert result.choices[0].message.to_dict() == {"role": "assistant", "content": None, "function_call": call}
 
@@ -145,13 +146,12 @@ WANTED: list[tuple[Any, str, Any]] = [
 @pytest.mark.parametrize("wanted, text, value", WANTED, ids=["dataclass", "pydantic", "schema"])
 async def test_answer_type(kind: str, wanted: Any, text: str, value: Any) -> None:
     script = streamed({"role": "assistant", "content": ""}, {"content": text[:9]}, {"content": text[9:]})
-    with scripted_server(answer(whole({"content": text})), events(*script)) as server:
-        async with any_client(kind, server.url) as client:
-            assert (await client.chat([], answer_type=wanted)).parsed == value
-            async with await client.chat([], answer_type=wanted, stream=True) as stream:
-                early = [(stream.parsed, chunk.text) async for chunk in stream][:-1]
-                assert stream.parsed == value and {parsed for parsed, _ in early} == {None}
-                final = await stream.get_final()
+    async with scripted_client(kind, answer(whole({"content": text})), events(*script)) as (server, client):
+        assert (await client.chat([], answer_type=wanted)).parsed == value
+        async with await client.chat([], answer_type=wanted, stream=True) as stream:
+            early = [(stream.parsed, chunk.text) async for chunk in stream][:-1]
+            assert stream.parsed == value and {parsed for parsed, _ in early} == {None}
+            final = await stream.get_final()
     assert isinstance(final, ChatCompletion) and final.parsed == value
     for request in server.requests:
         asked = request.json["response_format"]
@@ -193,33 +193,29 @@ NULLS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize("text, value", NULLS)
 async def test_allowed_null_is_none(kind: str, text: str, value: Any) -> None:
     """A null that the schema allows is neither an absent key nor the default."""
-    with scripted_server(answer(whole({"content": text}))) as server:
-        async with any_client(kind, server.url) as client:
-            assert (await client.chat([], answer_type=Group)).parsed == value
+    async with scripted_client(kind, answer(whole({"content": text}))) as (server, client):
+        assert (await client.chat([], answer_type=Group)).parsed == value
     Draft202012Validator(server.requests[0].json["response_format"]["json_schema"]["schema"]).validate(json.loads(text))
 
 
 @pytest.mark.parametrize("text", ['{"name": "a", "mood": null}', '{"name": null, "age": 1, "mood": null}'])
 async def test_required_fields_of_an_answer_type(kind: str, text: str) -> None:
-    with scripted_server(answer(whole({"content": text}))) as server:
-        async with any_client(kind, server.url) as client:
-            answered = await client.chat([], answer_type=Person)
+    async with scripted_client(kind, answer(whole({"content": text}))) as (_, client):
+        answered = await client.chat([], answer_type=Person)
     with pytest.raises(ValueError, match=r"Person\.(age|name) is missing"):
         _ = answered.parsed
 
 
 async def test_answer_that_does_not_match_its_type(kind: str) -> None:
     """For example an answer that was cut short."""
-    with scripted_server(answer(whole({"content": '{"days": 2'}, "length"))) as server:
-        async with any_client(kind, server.url) as client:
-            for wanted in (Trip, Model, {"type": "object"}):
-                cut = await client.chat([], answer_type=wanted)
-                with pytest.raises(ValueError):
-                    _ = cut.parsed
-    with scripted_server(answer(whole({"content": '{"days": "two", "places": []}'}))) as server:
-        async with any_client(kind, server.url) as client:
-            with pytest.raises(ValueError, match="days"):
-                _ = (await client.chat([], answer_type=Trip)).parsed
+    async with scripted_client(kind, answer(whole({"content": '{"days": 2'}, "length"))) as (_, client):
+        for wanted in (Trip, Model, {"type": "object"}):
+            cut = await client.chat([], answer_type=wanted)
+            with pytest.raises(ValueError):
+                _ = cut.parsed
+    async with scripted_client(kind, answer(whole({"content": '{"days": "two", "places": []}'}))) as (_, client):
+        with pytest.raises(ValueError, match="days"):
+            _ = (await client.chat([], answer_type=Trip)).parsed
 
 
 DEEP = "[" * 100_000

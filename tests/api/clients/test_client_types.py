@@ -13,35 +13,26 @@ from windlass.server.api import introspection, models, rotary, tokenize
 from windlass.server.api.health import Status
 from windlass.server.schemas import chat, completions, messages, pooling, response_parts, responses, tools
 
-# By the name in `windlass.clients`: the server's models that it represents.
-MODELS: dict[str, tuple[type[BaseModel], ...]] = {
-    "AttentionMap": (introspection.AttentionMap,),
-    "CacheGroup": (introspection.CacheGroup,),
-    "CachePages": (introspection.CachePages,),
-    "CacheSequence": (introspection.CacheSequence,),
-    "ChatChoice": (chat.ChatChoice,),
-    "ChatChunkChoice": (chat.ChatChunkChoice,),
-    "ChatCompletion": (chat.ChatCompletion,),
+# By the name in `windlass.clients`: the server's models that it represents, first those of the same name.
+SAME_NAME = """
+    AttentionMap CacheGroup CachePages CacheSequence ChatChoice ChatChunkChoice ChatCompletion ChatDelta
+    ChatLogprobs Completion CompletionChunk CompletionTokensDetails ContextUse Infill InfillTimings
+    InputTokensDetails MessageUsage Model OutputTokensDetails PromptTokensDetails ResponseUsage Rotary
+    RotaryChosen RotaryCurves RotaryInspection RotarySettings
+""".split()
+MODULES = (chat, completions, introspection, messages, models, response_parts, responses, rotary)
+OTHER_NAMES: dict[str, tuple[type[BaseModel], ...]] = {
     "ChatCompletionChunk": (chat.ChatChunk,),
-    "ChatDelta": (chat.ChatDelta,),
-    "ChatLogprobs": (chat.ChatLogprobs,),
     "ChatMessage": (chat.ChatAnswer,),
     "Classification": (pooling.ClassList,),
-    "Completion": (completions.Completion,),
     "CompletionChoice": (completions.CompletionChoice, completions.CompletionChunkChoice),
-    "CompletionChunk": (completions.CompletionChunk,),
-    "CompletionTokensDetails": (response_parts.CompletionTokensDetails,),
     "ContentBlock": (messages.AnsweredText, messages.AnsweredThinking, messages.AnsweredToolUse),
-    "ContextUse": (response_parts.ContextUse,),
     "Detokenization": (tokenize.DetokenizeAnswer,),
     "DocumentText": (pooling.RankedText,),
     "EmbeddedText": (pooling.Embedding,),
     "Embeddings": (pooling.EmbeddingList,),
     "FunctionCall": (tools.AnsweredFunction, tools.FunctionDelta),
     "Health": (Status,),
-    "Infill": (completions.Infill,),
-    "InfillTimings": (completions.InfillTimings,),
-    "InputTokensDetails": (responses.InputTokensDetails,),
     "Logprobs": (completions.CompletionLogprobs,),
     "Message": (messages.MessageAnswer,),
     "MessageDelta": (messages.TextDelta, messages.ThinkingDelta, messages.InputDelta, messages.MessageEnding),
@@ -53,12 +44,8 @@ MODELS: dict[str, tuple[type[BaseModel], ...]] = {
         messages.MessageDelta,
         messages.MessageSign,
     ),
-    "MessageUsage": (messages.MessageUsage,),
-    "Model": (models.Model,),
-    "OutputTokensDetails": (responses.OutputTokensDetails,),
     "PairScores": (pooling.ScoreList,),
     "PooledStates": (pooling.RowsList,),
-    "PromptTokensDetails": (response_parts.PromptTokensDetails,),
     "Ranking": (pooling.Reranking,),
     "RankingResult": (pooling.RankedDocument,),
     "Response": (responses.ResponseAnswer,),
@@ -80,14 +67,8 @@ MODELS: dict[str, tuple[type[BaseModel], ...]] = {
     ),
     "ResponseItems": (responses.ItemList,),
     "ResponsePart": (responses.OutputText, responses.ReasoningText),
-    "ResponseUsage": (responses.ResponseUsage,),
-    "Rotary": (response_parts.Rotary,),
-    "RotaryChosen": (response_parts.RotaryChosen,),
-    "RotaryCurves": (rotary.RotaryCurves,),
     "RotaryGroup": (response_parts.RotaryOfGroup,),
-    "RotaryInspection": (rotary.RotaryInspection,),
     "RotaryInspectionGroup": (rotary.InspectedGroup,),
-    "RotarySettings": (rotary.RotarySettings,),
     "ScoredPair": (pooling.PairScore,),
     "TextClass": (pooling.ClassifiedText,),
     "TextStates": (pooling.PooledText,),
@@ -97,6 +78,9 @@ MODELS: dict[str, tuple[type[BaseModel], ...]] = {
     "ToolCallDelta": (tools.CallDelta,),
     "TopLogprob": (chat.ChatTopLogprob,),
     "Usage": (response_parts.Usage, pooling.PromptUsage),
+}
+MODELS = OTHER_NAMES | {
+    name: tuple(getattr(module, name) for module in MODULES if hasattr(module, name)) for name in SAME_NAME
 }
 
 # Fields that the client adds, or that older servers and other vendors' servers send.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from helpers.live_server import MODEL, Live, live_server
+from helpers.live_server import MODEL, Live, server_fixture
 from helpers.real_server import RealServer
 from helpers.scripted_http import answer, drop, scripted_server
 
@@ -19,23 +18,12 @@ pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "What does horse mean?"}]
 PROMPTS: dict[str, dict[str, Any]] = {"completions": {"prompt": "In the beginning"}, "chat": {"messages": MESSAGES}}
 KEY = "secret"
+shared = server_fixture(api_keys=(KEY,), max_body_bytes=20_000, max_header_bytes=4_000)
 
 
 @pytest.fixture(params=["completions", "chat"])
 def endpoint(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server(api_keys=(KEY,), max_body_bytes=20_000, max_header_bytes=4_000) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def fresh(request: pytest.FixtureRequest) -> None:
-    if "live" in request.fixturenames:
-        request.getfixturevalue("live").engine.reset()
 
 
 def opened(kind: str, url: str, **options: Any) -> Any:

@@ -8,36 +8,20 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-import tokenizers
-from helpers.live_server import MODEL, Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import MODEL, Live, server_fixture
 
 from windlass.engine.errors import EngineDeadError
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{# <think> </think> <tool_call> #}"
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": True}
 CALL = '<think>so</think>Wait. <tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
-INFO = model_info(vocab_size=430, max_model_len=4096)
+shared = server_fixture(
+    template=TEMPLATE, tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"), model={"max_model_len": 4096}
+)
 
 
 class Animal(pydantic.BaseModel):
     legs: int
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=backend) as server:
-        yield server
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = INFO
-    return shared
 
 
 @pytest.fixture
@@ -46,20 +30,15 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def say(live: Live, text: str) -> None:
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-
-
 def test_tool_call_loop(live: Live, client: openai.OpenAI) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     history: list[Any] = [{"role": "user", "content": "hi"}]
     first = client.responses.create(model=MODEL, input=history, tools=[TOOL], max_output_tokens=300)
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     assert first.output_text == "Wait." and first.output[0].content[0].text == "so"
     call = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    say(live, "Sunny.")
+    live.generate("Sunny.")
     again = client.responses.create(model=MODEL, input=[*history, *first.output, result], tools=[TOOL])
     kept = client.responses.create(model=MODEL, input=[result], previous_response_id=first.id, tools=[TOOL])
     assert again.output_text == kept.output_text == "Sunny."
@@ -70,7 +49,7 @@ def test_tool_call_loop(live: Live, client: openai.OpenAI) -> None:
 
 
 def test_response_stream_helper(live: Live, client: openai.OpenAI) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     asked: Any = {"model": MODEL, "input": "hi", "tools": [TOOL], "max_output_tokens": 300}
     with client.responses.stream(**asked) as stream:
         events = list(stream)
@@ -91,13 +70,13 @@ def test_input_token_count(live: Live, client: openai.OpenAI) -> None:
 
 
 def test_parsed_response(live: Live, client: openai.OpenAI) -> None:
-    say(live, '{"legs": 4}')
+    live.generate('{"legs": 4}')
     answer = client.responses.parse(model=MODEL, input="hi", text_format=Animal)
     assert answer.output_parsed == Animal(legs=4) and live.engine.requests[-1].sampling.grammar is not None
 
 
 def test_stored_responses(live: Live, client: openai.OpenAI) -> None:
-    say(live, "Hello.")
+    live.generate("Hello.")
     answer = client.responses.create(model=MODEL, input="hi", metadata={"a": "b"})
     assert client.responses.retrieve(answer.id).output_text == "Hello."
     (item,) = client.responses.input_items.list(answer.id, order="asc")

@@ -1,4 +1,4 @@
-"""API keys, request ids, CORS, unknown paths, models, the OpenAPI document, tokenization and metrics."""
+"""API keys, request ids, pages of other origins, unknown paths, models, the OpenAPI document and tokenization."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.live_server import Live, live_server
-from prometheus_client.parser import text_string_to_metric_families
 
-from windlass.engine.interface.outputs import EngineStats
 from windlass.server.app import auth
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
@@ -167,6 +165,7 @@ def test_a_preflight_allows_the_headers_of_clients() -> None:
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.slow
 def test_a_page_in_a_browser_calls_the_api_of_another_origin() -> None:
     from helpers.browser import chromium
 
@@ -280,8 +279,7 @@ def test_unknown_models_get_404(live: Live) -> None:
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [1]}),
     ):
-        error = live.refuse(path, {**body, "model": "other"}, 404)
-        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert live.refusal(path, {**body, "model": "other"}, 404) == ("model", "model_not_found")
         assert live.post(path, {**body, "model": "toy"}).status_code == 200
 
 
@@ -333,102 +331,84 @@ def test_tokenize_a_chat(live: Live) -> None:
     assert live.refuse("/tokenize", {"content": "a"})["message"].endswith("it is called prompt here")
 
 
-@pytest.mark.parametrize("tokens", [[-1], [423], [10**30], ["a"], [1.5], 5, None, [True], [[1]]])
-def test_detokenize_wrong_ids(live: Live, tokens: Any) -> None:
-    assert live.refuse("/detokenize", {"tokens": tokens})["param"] == "tokens"
-
-
-def samples(live: Live) -> dict[str, float]:
-    response = live.http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(response.text):
-        assert family.documentation and family.name.startswith("windlass_")
-        for sample in family.samples:
-            labels = "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items()) if k != "le")
-            if "le" not in sample.labels:
-                found[sample.name.removeprefix("windlass_") + labels] = sample.value
-    return found
-
-
-def test_metrics() -> None:
-    with live_server() as live:
-        live.engine.engine_stats = EngineStats(
-            num_running=3,
-            num_waiting=2,
-            kv_cache_usage=0.25,
-            rotary_specs_live=1,
-            num_preemptions=4,
-            prefix_cache_queries=100,
-            prefix_cache_hits=60,
-            prompt_tokens=11,
-            generation_tokens=12,
-            spec_decode_num_drafts=5,
-            spec_decode_num_draft_tokens=15,
-            spec_decode_num_accepted_tokens=9,
-            recomputed_tokens={"preemption": 7},
-            queue_seconds=(0.5, 1.5),
-            prefill_seconds=(0.25,),
-            decode_seconds=(2.0,),
-        )
-        live.engine.restarts = 2
-        found = samples(live)
-        expected = {
-            "num_requests_running": 3,
-            "num_requests_waiting": 2,
-            "kv_cache_usage_perc": 0.25,
-            "rotary_specs_live": 1,
-            "num_preemptions_total": 4,
-            "prefix_cache_queries_total": 100,
-            "prefix_cache_hits_total": 60,
-            "prompt_tokens_total": 11,
-            "generation_tokens_total": 12,
-            "spec_decode_num_drafts_total": 5,
-            "spec_decode_num_draft_tokens_total": 15,
-            "spec_decode_num_accepted_tokens_total": 9,
-            "recomputed_tokens_total{reason=preemption}": 7,
-            "request_queue_time_seconds_sum": 2.0,
-            "request_queue_time_seconds_count": 2,
-            "request_prefill_time_seconds_sum": 0.25,
-            "request_decode_time_seconds_sum": 2.0,
-            "engine_restarts_total": 2,
-            "request_success_total{finished_reason=stop}": 0,
-            "time_to_first_token_seconds_count": 0,
-        }
-        assert {name: found[name] for name in expected} == expected
-
-        live.engine.engine_stats = EngineStats()
-        live.complete(max_tokens=5, n=2)
-        live.complete(max_tokens=5, stop="c")
-        live.engine.delay = 0.02
-        live.stream("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4})
-        live.refuse("/v1/completions", {"prompt": "a", "timeout": 0.01, "max_tokens": 50}, 504)
-        found = samples(live)
-        assert found["request_success_total{finished_reason=length}"] == 3
-        assert found["request_success_total{finished_reason=stop}"] == 1
-        assert found["request_errors_total{code=deadline_exceeded}"] == 1
-        assert found["time_to_first_token_seconds_count"] == 3
-        assert found["e2e_request_latency_seconds_count"] == 4
-        assert found["inter_token_latency_seconds_count"] == 4 + 4 + 1 + 3
-        assert found["inter_token_latency_seconds_sum"] >= 0.06
-        assert found["request_queue_time_seconds_count"] == 2  # samples are handed out once
-
-        live.engine.state = "restarting"
-        assert samples(live)["engine_up"] == 0
-
-
-def test_two_apps_have_separate_metrics(live: Live) -> None:
-    with live_server() as other:
-        other.complete(max_tokens=1)
-        assert samples(other)["time_to_first_token_seconds_count"] == 1
-        before = samples(live)["time_to_first_token_seconds_count"]
-        other.complete(max_tokens=1)
-        assert samples(live)["time_to_first_token_seconds_count"] == before
-
-
 def test_the_server_does_not_import_torch() -> None:
     import subprocess
     import sys
 
     code = "import windlass.server.application, sys; assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- web pages of other origins ---------------------------------------------------------------------------------------
+SIMPLE_BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without keys that offers every endpoint."""
+    with live_server(lora_folder=tmp_path_factory.mktemp("adapters"), attention_maps=True) as live:
+        yield live
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://page.example"},
+        {"origin": "null"},  # of a page that gives no referrer
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:1"},
+    ],
+)
+def test_cross_origin_simple_requests_are_refused(open_server: Live, headers: dict[str, str]) -> None:
+    open_server.engine.reset()
+    paths = [
+        path for path, methods in open_server.http.get("/openapi.json").json()["paths"].items() if "post" in methods
+    ]
+    assert COMPLETIONS in paths and "/v1/load_lora_adapter" in paths and len(paths) > 15
+    for path in paths:
+        response = open_server.http.post(path, content=SIMPLE_BODY, headers=headers)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert "content-type: application/json" in error["message"], path
+    assert not open_server.engine.requests
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},  # a program
+        {"sec-fetch-site": "none"},
+        {"origin": "http://page.example", "content-type": "application/json"},  # the browser has asked before
+        {"origin": "null", "content-type": "application/json"},
+        {
+            "sec-fetch-site": "same-origin",
+            "content-type": "application/json",
+            "origin": "http://elsewhere",
+        },  # a proxy's
+    ],
+)
+def test_other_requests_of_pages_and_programs_are_answered(open_server: Live, headers: dict[str, str]) -> None:
+    assert open_server.http.post(COMPLETIONS, content=SIMPLE_BODY, headers=headers).status_code == 200
+
+
+def test_key_does_not_permit_simple_requests() -> None:
+    """A proxy may have added the key."""
+    with live_server(callers=(ApiKey.plain("secret"),)) as live:
+        headers = {"origin": "http://page.example", "authorization": "Bearer secret"}
+        assert live.http.post(COMPLETIONS, content=SIMPLE_BODY, headers=headers).status_code == 400
+        headers["content-type"] = "application/json"
+        assert live.http.post(COMPLETIONS, content=SIMPLE_BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.slow
+def test_simple_request_of_a_browser_is_refused(open_server: Live) -> None:
+    from helpers.browser import chromium
+
+    open_server.engine.reset()
+    send = """async ([url, body]) => { await fetch(url, {method: "POST", mode: "no-cors", body: new Blob([body])}); }"""
+    with chromium() as browser, live_server() as other:
+        page = browser.new_page()
+        page.goto(f"{other.url}/health")
+        page.evaluate(send, [f"{open_server.url}{COMPLETIONS}", SIMPLE_BODY.decode()])
+        assert not open_server.engine.requests

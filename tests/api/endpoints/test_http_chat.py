@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 from helpers.eventually import in_time
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.scripted_engine import LIKELY, UNLIKELY
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
-
-
-def prompt_of(live: Live) -> str:
-    """The text of the last request to the engine."""
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+shared = server_fixture(default_max_tokens=20)
 
 
 def test_complete_answer(live: Live) -> None:
@@ -40,7 +23,7 @@ def test_complete_answer(live: Live) -> None:
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "bcdb", "refusal": None}
     assert choice["finish_reason"] == "length" and choice["index"] == 0
-    assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]"
+    assert live.prompt == "<|bos|>[user]hello\n[assistant]"
     assert answer["usage"]["prompt_tokens"] == len(live.engine.requests[-1].prompt_token_ids)
 
 
@@ -102,63 +85,36 @@ def test_text_parts_null_content_and_fields_clients_copy_back(live: Live) -> Non
         {"role": "user", "content": "c", "name": "me"},
     ]
     live.chat(messages=messages, max_tokens=1)
-    assert prompt_of(live) == "<|bos|>[system]be brief\n[user]a\nb\n[assistant]\n[user]c\n[assistant]"
+    assert live.prompt == "<|bos|>[system]be brief\n[user]a\nb\n[assistant]\n[user]c\n[assistant]"
 
 
-def test_a_refusal_counts_as_text_and_an_unknown_field_of_a_part_is_named(live: Live) -> None:
-    def asked(part: object) -> dict[str, Any]:
-        return {"messages": [*USER, {"role": "assistant", "content": [part]}, *USER], "max_tokens": 1}
-
-    live.chat(**asked({"type": "refusal", "refusal": "no", "text": None}))
-    assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]no\n[user]hello\n[assistant]"
-    for part, told in (
-        ({"type": "text", "text": "a", "voice": "b" * 99}, "part 0 has the unknown field 'voice': remove it"),
-        ({"type": "text", "text": "a", "b" * 99: 1}, f"part 0 has the unknown field '{'b' * 64}': remove it"),
-        ({"type": "text", "text": "a", "refusal": "no"}, "part 0 has the unknown field 'refusal': remove it"),
-        ({"type": "refusal", "text": "no"}, "only text is supported"),
-        ({"type": ["text"], "text": "a"}, "only text is supported"),
-        ({"type": "image_url", "image_url": {"url": "x"}}, "only text is supported"),
-        ("a", "only text is supported"),
-    ):
-        error = live.refuse(PATH, asked(part))
-        assert error["param"] == "messages[1].content" and error["message"].endswith(told)
+def test_refusal_part_is_rendered_as_text(live: Live) -> None:
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no", "text": None}]}
+    live.chat(messages=[*USER, refusal, *USER], max_tokens=1)
+    assert live.prompt == "<|bos|>[user]hello\n[assistant]no\n[user]hello\n[assistant]"
 
 
 def test_template_options(live: Live) -> None:
     live.chat(add_generation_prompt=False, chat_template_kwargs={"prefix": "P:"}, max_tokens=1)
-    assert prompt_of(live) == "<|bos|>P:[user]hello\n"
+    assert live.prompt == "<|bos|>P:[user]hello\n"
     turns = [*USER, {"role": "assistant", "content": "so far"}]
     live.chat(messages=turns, continue_final_message=True, max_tokens=1)
-    assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]so far"
+    assert live.prompt == "<|bos|>[user]hello\n[assistant]so far"
     live.chat(add_special_tokens=True, max_tokens=1)
-    assert prompt_of(live).startswith("<|bos|><|bos|>[user]")
+    assert live.prompt.startswith("<|bos|><|bos|>[user]")
     error = live.refuse(PATH, {"messages": turns, "continue_final_message": True, "add_generation_prompt": True})
     assert error["param"] == "continue_final_message"
     assert live.refuse(PATH, {"messages": USER, "continue_final_message": True})["param"] == "continue_final_message"
 
 
 @pytest.mark.parametrize("fields", [{}, {"context_overflow": "drop_turns"}])
-def test_misspelled_role_is_refused_in_any_turn(live: Live, fields: dict[str, Any]) -> None:
-    error = live.refuse(PATH, {"messages": [{"role": "usr", "content": "a"}, *USER], **fields})
-    assert error["message"] == "messages[0].role is 'usr': did you mean 'user'?"
-    assert (error["param"], error["code"]) == ("messages[0].role", "invalid_value")
+def test_unusual_role_reaches_the_template(live: Live, fields: dict[str, Any]) -> None:
     live.chat(messages=[{"role": "critic", "content": "a"}, *USER], max_tokens=1, **fields)
 
 
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
-def test_empty_user_message(live: Live, role: str) -> None:
-    for silent in ({"role": role}, {"role": role, "content": None}):
-        error = live.refuse(PATH, {"messages": [*USER, silent]})
-        assert (error["param"], error["code"]) == ("messages[1].content", "missing_field")
+def test_empty_message_is_accepted(live: Live, role: str) -> None:
     live.chat(messages=[{"role": role, "content": ""}], max_tokens=1)
-
-
-def test_errors_of_the_template_are_a_400(live: Live) -> None:
-    error = live.refuse(PATH, {"messages": [{"role": "forbidden", "content": "x"}]})
-    assert "no such role" in error["message"] and error["param"] == "messages"
-    for name in ("messages", "add_generation_prompt", "tools"):
-        error = live.refuse(PATH, {"messages": USER, "chat_template_kwargs": {name: 1}})
-        assert (error["param"], error["code"]) == (f"chat_template_kwargs.{name}", "invalid_value")
 
 
 def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None:
@@ -173,40 +129,9 @@ def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None
     assert error["code"] == "context_length_exceeded" and "at least 257 tokens" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"guided_regex": "a", "grammar": "root ::= [a]"}, "grammar"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
-        ({"echo": True}, "echo"),
-        ({"prompt": "x"}, "prompt"),
-        ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ],
-)
-def test_unsupported_fields_with_effect_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
-    assert live.refuse(PATH, {"messages": USER, **fields})["param"] == param
-
-
 def test_empty_requests_for_tools_are_accepted(live: Live) -> None:
     live.chat(tools=[], tool_choice="none", parallel_tool_calls=True, response_format={"type": "text"}, max_tokens=1)
     live.chat(tools=None, tool_choice="auto", max_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}, "content"),
-        ({"role": "user", "content": 5}, "content"),
-        ({"content": "x"}, "role"),
-        ({"role": "user", "content": "x", "surprise": 1}, "surprise"),
-        ({"role": "assistant", "content": "x", "audio": {"id": "y"}}, "audio"),
-    ],
-)
-def test_invalid_messages_are_named(live: Live, message: dict[str, Any], param: str) -> None:
-    assert live.refuse(PATH, {"messages": [*USER, message]})["param"] == f"messages[1].{param}"
 
 
 def test_model_without_template() -> None:

@@ -35,6 +35,10 @@ def test_complete_answer(live: Live) -> None:
     assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("hello")
 
 
+def test_empty_prompt_continues_the_beginning_of_sequence_token(live: Live) -> None:
+    live.complete("", max_tokens=1)
+
+
 def test_default_of_sixteen_tokens(live: Live) -> None:
     assert live.complete()["usage"]["completion_tokens"] == 16
     assert live.complete(max_completion_tokens=3)["usage"]["completion_tokens"] == 3
@@ -94,8 +98,7 @@ def test_one_failing_prompt_fails_the_request_and_aborts_the_others(live: Live) 
 
     live.engine.refuse = refuse
     live.engine.delay = 0.05
-    error = live.refuse("/v1/completions", {"prompt": [[5], [6], [3]], "max_tokens": 100})
-    assert (error["param"], error["code"]) == ("prompt", "refused")
+    assert live.refusal("/v1/completions", {"prompt": [[5], [6], [3]], "max_tokens": 100}) == ("prompt", "refused")
     live.wait(lambda: live.engine.running == 0)
     assert len(live.engine.aborted) == 2
 
@@ -179,15 +182,6 @@ def test_streamed_logprobs_equal_complete_ones(live: Live) -> None:
         assert part == choice["logprobs"]
 
 
-def test_minus_infinity_is_sent_as_a_number(live: Live) -> None:
-    from windlass.engine.interface.outputs import TokenLogprobs
-    from windlass.server.serving.response_format import CompletionLogprobLists
-
-    layout = CompletionLogprobLists(live.tokenizer, 2, skip_special_tokens=True)
-    entry = TokenLogprobs(65, -math.inf, 300, ((66, 0.0), (67, math.nan)))
-    assert layout.layout([65], [entry])["top_logprobs"] == [{"c": 0.0, "d": -9999.0, "b": -9999.0}]
-
-
 def test_prompt_logprobs_and_token_ids(live: Live) -> None:
     body = {"prompt": "hi", "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True}
     choice = live.complete(**body)["choices"][0]
@@ -218,22 +212,6 @@ def test_best_of_returns_the_most_likely(live: Live) -> None:
     live.refuse("/v1/completions", {"prompt": "a", "n": 2, "best_of": 1})
     error = live.refuse("/v1/completions", {"prompt": "a", "best_of": 2, "stream": True})
     assert error["param"] == "best_of"
-
-
-def test_best_of_ranks_by_logprob_per_token() -> None:
-    from helpers.scripted_engine import logprobs_of
-
-    from windlass.server.api.completions import CompletionWriter
-    from windlass.server.serving.deltas import Delta, TokenUsage
-    from windlass.server.serving.job import ResponseOptions
-    from windlass.server.text.service import Prompt
-
-    options = ResponseOptions(n=1, samples=3)
-    writer = CompletionWriter(None, [Prompt([1])], TokenUsage(), options, {"id": "x"})  # type: ignore[arg-type]
-    for choice, token in enumerate((1, 2, 3)):  # 2 is the more likely of its pair
-        writer.add(Delta(choice, f"t{token}", (token,), (logprobs_of(token, 0),), "stop"))
-    (best,) = writer.answer()["choices"]
-    assert (best["text"], best["index"]) == ("t2", 0)
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 3])

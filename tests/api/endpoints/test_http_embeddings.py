@@ -25,9 +25,7 @@ PATH = "/v1/embeddings"
 
 
 def embed(live: Live, given: Any, **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"input": given, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return live.request(PATH, input=given, **fields)
 
 
 def test_vector_of_a_text(live: Live) -> None:
@@ -91,53 +89,6 @@ def test_truncation_on_request(live: Live, given: list[int], fields: dict[str, A
     live.engine.requests.clear()
     embed(live, "x" * 300, truncate_prompt_tokens=-1, add_special_tokens=False)
     assert len(live.engine.requests[0].prompt_token_ids) == 256
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "code"),
-    [
-        ({}, "input", "missing_field"),
-        ({"input": ""}, "input", "empty_prompt"),
-        ({"input": []}, "input", None),
-        ({"input": [""]}, "input[0]", "empty_prompt"),
-        ({"input": [[]]}, "input[0]", "empty_prompt"),
-        ({"input": ["a", [5]]}, "input[1]", None),
-        ({"input": [[5], "a"]}, "input[1]", None),
-        ({"input": [5, "a"]}, "input", None),
-        ({"input": [[5], [True]]}, "input[1]", None),
-        ({"input": [1.5]}, "input", None),
-        ({"input": {"text": "a"}}, "input", None),
-        ({"input": [-1]}, "input", None),
-        ({"input": [[5], [423]]}, "input[1]", None),
-        ({"input": ["a"] * 2049}, "input", "too_many"),
-        ({"input": [[5]] * 100_000}, "input", "too_many"),
-        ({"input": [5] * 257}, "input", "context_length_exceeded"),
-        ({"input": [[5], [5] * 257]}, "input[1]", "context_length_exceeded"),
-        ({"input": ["a", "b", "x" * 300]}, "input[2]", "context_length_exceeded"),
-        ({"input": "a", "dimensions": 0}, "dimensions", None),
-        ({"input": "a", "dimensions": 9}, "dimensions", None),
-        ({"input": "a", "dimensions": "9"}, "dimensions", None),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format", None),
-        ({"input": "a", "pooling": "best"}, "pooling", None),
-        ({"input": "a", "normalize": 1}, "normalize", None),
-        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
-        ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", None),
-        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
-        ({"input": "a", "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor", None),
-        ({"input": "a", "attention_sinks": 4}, "attention_sinks", None),
-        ({"input": "a", "stream": True}, "stream", "unknown_field"),
-        ({"prompt": "a"}, "prompt", "unknown_field"),
-    ],
-)
-def test_invalid_fields_are_named(live: Live, body: dict[str, Any], param: str, code: str | None) -> None:
-    error = live.refuse(PATH, body)
-    assert error["param"] == param, error
-    assert code is None or error["code"] == code, error
-    assert live.engine.requests == []
-
-
-def test_another_model_is_not_found(live: Live) -> None:
-    assert live.refuse(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
 
 
 def test_one_failure_ends_the_request_with_its_error(live: Live) -> None:

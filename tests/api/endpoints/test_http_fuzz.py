@@ -44,10 +44,11 @@ def posted(http: httpx.Client, path: str, body: bytes) -> httpx.Response:
 @pytest.mark.parametrize(
     ("templates", "bodies"),
     [
-        pytest.param(TEMPLATES, 500, id="texts"),
+        pytest.param(TEMPLATES, 300, id="texts"),
         pytest.param(TEMPLATES, 4000, id="more texts", marks=pytest.mark.slow),
-        pytest.param(ITEM_TEMPLATES, 600, id="items"),
-        pytest.param(PROMPT_TEMPLATES, 600, id="prompts"),
+        pytest.param(ITEM_TEMPLATES, 100, id="items"),
+        pytest.param(ITEM_TEMPLATES, 600, id="more items", marks=pytest.mark.slow),
+        pytest.param(PROMPT_TEMPLATES, 600, id="prompts", marks=pytest.mark.slow),
     ],
 )
 def test_thousands_of_bodies(templates: list[tuple[str, dict[str, Any]]], bodies: int) -> None:

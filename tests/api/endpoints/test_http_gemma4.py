@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.chat_chunks import assembled
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, server_fixture
 from helpers.parsed_answers import numbered, put_together
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.text.chat_template import ChatTemplate
@@ -86,40 +82,14 @@ CALL = '<|tool_call>call:look{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
 ROME = {"city": "Rome", "days": 3}
 THOUGHT = "<|channel>thought\nlet me see\n<channel|>"
 ON = {"chat_template_kwargs": {"enable_thinking": True}}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(list(TOKENS))
-    with live_server(ScriptedEngine(), template=TEMPLATE, backend=backend) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(vocab_size=shared.tokenizer.vocab_size, max_model_len=4096)
-    return shared
-
-
-def say(live: Live, text: str) -> None:
-    """Let the engine generate this text."""
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+shared = server_fixture(template=TEMPLATE, tokens=TOKENS, model={"max_model_len": 4096})
 
 
 def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[str, Any]], str]:
     """Content, reasoning, calls and finish reason, which a stream must equal."""
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], **fields}
-    response = live.post(PATH, body)
-    assert response.status_code == 200, response.text
     found = []
-    for choice in (response.json()["choices"][0], assembled(live.stream(PATH, body)[:-1])):
+    for choice in (live.request(PATH, **body)["choices"][0], assembled(live.stream(PATH, body)[:-1])):
         message = choice["message"]
         assert message.get("reasoning") == message.get("reasoning_content")
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
@@ -147,18 +117,18 @@ def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[s
 )
 def test_thinking_and_calls_are_separated(live: Live, text: str, expected: Any, at_once: int) -> None:
     live.engine.tokens_per_output = at_once
-    say(live, text)
+    live.generate(text)
     assert ask(live, **ON) == ask(live) == expected
 
 
 def test_markers_are_hidden_without_tools(live: Live) -> None:
-    say(live, THOUGHT + "Hello. " + CALL)
+    live.generate(THOUGHT + "Hello. " + CALL)
     content, reasoning, calls, _ = ask(live, tools=None)
     assert (content, reasoning, calls) == ("Hello. call:look{city:Rome,days:3}", "let me see", [])
 
 
 def test_messages_of_anthropic(live: Live) -> None:
-    say(live, THOUGHT + "Wait." + CALL)
+    live.generate(THOUGHT + "Wait." + CALL)
     tool = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
     body = {"messages": USER, "max_tokens": 400, "tools": [tool]}
     blocks = live.post("/v1/messages", body).json()["content"]
@@ -167,11 +137,11 @@ def test_messages_of_anthropic(live: Live) -> None:
     told = live.stream_text("/v1/messages", body)
     assert '"thinking_delta"' in told and '"input_json_delta"' in told and "channel" not in told and '|"|' not in told
     live.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}})
-    assert "<|think|>" in prompt_of(live)
+    assert "<|think|>" in live.prompt
 
 
 def test_responses(live: Live) -> None:
-    say(live, THOUGHT + "Wait." + CALL)
+    live.generate(THOUGHT + "Wait." + CALL)
     body = {"input": "hello", "tools": [{"type": "function", **LOOK["function"]}]}
     answer = live.post("/v1/responses", body).json()
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
@@ -183,21 +153,21 @@ def test_responses(live: Live) -> None:
 
 def test_the_switch_of_the_template(live: Live) -> None:
     live.chat(reasoning_effort="high")
-    assert "<|think|>" in prompt_of(live) and prompt_of(live).endswith("<|turn>model\n")
+    assert "<|think|>" in live.prompt and live.prompt.endswith("<|turn>model\n")
     for fields in ({}, {"reasoning_effort": "none"}):
         live.chat(**fields)
-        assert "<|think|>" not in prompt_of(live) and prompt_of(live).endswith("<|channel>thought\n<channel|>")
+        assert "<|think|>" not in live.prompt and live.prompt.endswith("<|channel>thought\n<channel|>")
 
 
 def test_a_round_trip(live: Live) -> None:
     """The model's call is rendered as it was generated, also inside thinking that the template opened."""
-    say(live, THOUGHT + CALL)
+    live.generate(THOUGHT + CALL)
     message = live.chat(tools=[LOOK], **ON)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "name": "look", "content": "sunny"}
-    say(live, "it shines\n<channel|>Sunny.")
+    live.generate("it shines\n<channel|>Sunny.")
     assert ask(live, messages=[*USER, message, result], **ON) == ("Sunny.", "it shines", [], "stop")
     answered = '<|tool_response>response:look{value:<|"|>sunny<|"|>}<tool_response|><|channel>thought\n'
-    assert prompt_of(live).endswith(THOUGHT + CALL + answered)
+    assert live.prompt.endswith(THOUGHT + CALL + answered)
 
 
 def test_budget_starts_after_the_label(live: Live) -> None:
@@ -210,7 +180,7 @@ def test_budget_starts_after_the_label(live: Live) -> None:
 
 def test_required_call_has_the_format_of_the_model(live: Live) -> None:
     """After the thinking, with the tokens around strings."""
-    say(live, THOUGHT + CALL)
+    live.generate(THOUGHT + CALL)
     assert ask(live, tool_choice="required", **ON)[2] == [("look", ROME)]
     grammar = live.engine.requests[-1].sampling.grammar
     quote, opening = (live.tokenizer.backend.token_to_id(text) for text in ('<|"|>', "<|channel>"))

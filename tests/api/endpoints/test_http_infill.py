@@ -1,35 +1,24 @@
-"""`/infill`: llama.cpp's fields, truncation to the context, and how answers end."""
+"""Fill-in-the-middle by `/infill` and by the suffix of completions: prompts, truncation, ends of answers and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api_helpers.any_client import any_client
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import taught
 
 from windlass.clients import Client
-from windlass.server.schemas.completions import MAX_PASSAGES
+from windlass.server.serving import prompts
 
 PATH = "/infill"
+COMPLETIONS = "/v1/completions"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 FILES = ("<|file_sep|>", "<|repo_name|>")
 GAP = {"input_prefix": "def f(x):\n    ", "input_suffix": "\n    return y"}
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(backend=taught((*QWEN, *FILES), special=False)) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(backend=taught((*QWEN, *FILES), special=False))
 
 
 def ids_of(live: Live, *parts: str) -> list[int]:
@@ -38,10 +27,7 @@ def ids_of(live: Live, *parts: str) -> list[int]:
 
 
 def fill(live: Live, **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {**GAP, "n_predict": 3, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, **{**GAP, "n_predict": 3, **fields})
 
 
 def asked(live: Live) -> list[int]:
@@ -61,7 +47,7 @@ def test_an_answer_in_llama_cpps_form(live: Live) -> None:
     assert "tokens" in fill(live) and fill(live)["tokens"] == []
 
 
-def test_what_is_typed_stands_behind_the_prefix_and_passages_before_all(live: Live) -> None:
+def test_prompt_follows_the_prefix_and_passages_come_first(live: Live) -> None:
     extra = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y", "time": 17}]
     fill(live, prompt="ret", input_extra=extra)
     assert asked(live) == ids_of(
@@ -80,7 +66,7 @@ def test_a_model_without_names_of_files_gets_a_rule_between_passages() -> None:
 
 
 @pytest.mark.parametrize("field", ["input_prefix", "input_suffix", "prompt", "input_extra"])
-def test_what_a_caller_writes_is_text(live: Live, field: str) -> None:
+def test_special_tokens_in_infill_fields_are_plain_text(live: Live, field: str) -> None:
     hostile = "".join((*QWEN, *FILES)) + "<|eos|><|bos|>"
     given: Any = [{"filename": hostile, "text": hostile}] if field == "input_extra" else hostile
     fill(live, **{field: given})
@@ -91,7 +77,7 @@ def test_what_a_caller_writes_is_text(live: Live, field: str) -> None:
     assert live.tokenizer.bos_token_id not in asked(live) and live.tokenizer.eos_token_id not in asked(live)
 
 
-def test_what_does_not_fit_is_cut_where_it_matters_least(live: Live) -> None:
+def test_truncation_keeps_the_text_next_to_the_gap(live: Live) -> None:
     most = live.engine.info.max_model_len
     a, b, c = (live.tokenizer.decode([token]) for token in (276, 287, 266))
     assert ids_of(live, a * 2, b * 2, c * 2) == [276, 276, 287, 287, 266, 266]
@@ -121,7 +107,7 @@ def test_a_huge_prefix_costs_little(live: Live) -> None:
     assert answer["truncated"] and len(asked(live)) < live.engine.info.max_model_len
 
 
-def test_nothing_to_predict_reads_the_prompt_alone(live: Live) -> None:
+def test_n_predict_0_only_reads_the_prompt(live: Live) -> None:
     # Request of llama.vim that caches its passages in advance.
     answer = fill(
         live, input_prefix="", input_suffix="", prompt="", n_predict=0, samplers=[], t_max_predict_ms=1,
@@ -130,7 +116,7 @@ def test_nothing_to_predict_reads_the_prompt_alone(live: Live) -> None:
     assert answer == {} and live.engine.requests[0].sampling.max_tokens == 0
 
 
-def test_what_editors_send(live: Live) -> None:
+def test_fields_of_editors_are_accepted(live: Live) -> None:
     # llama.vim's fields, and llama.vscode's.
     fields = [
         "content",
@@ -150,7 +136,7 @@ def test_what_editors_send(live: Live) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 40, 0.9)
 
 
-def test_samplers_that_are_left_out_do_not_count(live: Live) -> None:
+def test_samplers_that_are_not_listed_have_no_effect(live: Live) -> None:
     given = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.2, "repeat_penalty": 1.5, "presence_penalty": 1.0}
     fill(live, **given)
     fill(live, **given, samplers="kt")
@@ -183,7 +169,7 @@ def test_the_answer_ends_after_a_while_once_it_has_a_line(live: Live) -> None:
     assert answer["stop_type"] == "limit" and 5 <= answer["tokens_predicted"] < 100
 
 
-def test_a_stream_ends_with_all_there_is_to_say(live: Live) -> None:
+def test_last_event_of_a_stream_has_the_result(live: Live) -> None:
     live.engine.eos_after = 2
     events = live.stream(PATH, {**GAP, "n_predict": 9})
     *pieces, last = events
@@ -191,11 +177,6 @@ def test_a_stream_ends_with_all_there_is_to_say(live: Live) -> None:
         event["content"] for event in pieces
     ) == live.tokenizer.decode([65, 66])
     assert (last["content"], last["stop"], last["stop_type"], last["model"]) == ("", True, "eos", "toy")
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.mark.anyio
@@ -220,44 +201,102 @@ def test_a_clients_stream_becomes_the_whole(live: Live) -> None:
         assert (final.stop_type, final.tokens_predicted, stream.usage.completion_tokens) == ("limit", 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input_prefix": None}, "input_prefix"),
-        ({"input_suffix": 5}, "input_suffix"),
-        ({"n_predict": -2}, "n_predict"),
-        ({"max_tokens": 5}, None),
-        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
-        ({"input_extra": [{"text": "a"}] * (MAX_PASSAGES + 1)}, "input_extra"),
-        ({"input_extra": [{"text": "a", "filename": "b" * 5000}]}, "input_extra[0].filename"),
-        ({"input_extra": "a"}, "input_extra"),
-        ({"samplers": ["mirostat"]}, "samplers"),
-        ({"samplers": [5]}, "samplers"),
-        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
-        ({"min_tokens": 9, "n_predict": 3}, "min_tokens"),
-        ({"repeat_penalty": 0}, "repeat_penalty"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ({"passages": [{"start": 0, "end": 64}]}, "passages"),
-        ({"rope_scaling": {"rope_type": "none such"}}, "rope_scaling.rope_type"),
-        ({"model": "other"}, "model"),
-    ],
-)
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_fields_are_named(live: Live, fields: dict[str, Any], param: str | None, stream: bool) -> None:
-    error = live.refuse(PATH, {**GAP, "n_predict": 3, **fields, "stream": stream}, 404 if "model" in fields else 400)
-    assert param is None or (error["param"] or "").startswith(param.split("[")[0]), error
-    assert live.engine.requests == []
-    assert "max_tokens" in fields or "max_tokens" not in error["message"]  # the name in completions
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_model_without_the_tokens_says_so(stream: bool) -> None:
+def test_infill_by_a_model_without_the_tokens_is_refused(stream: bool) -> None:
     with live_server() as live:
-        error = live.refuse(PATH, {**GAP, "stream": stream})
-        assert (error["param"], error["code"]) == ("input_prefix", "no_fill_in_the_middle")
+        assert live.refusal(PATH, {**GAP, "stream": stream}) == ("input_prefix", "no_fill_in_the_middle")
 
 
-def test_a_context_without_any_room_says_so() -> None:
+def test_gap_that_leaves_no_space_is_refused() -> None:
     engine = ScriptedEngine(info=model_info(max_model_len=4))
     with live_server(engine, backend=taught(QWEN)) as live:
         assert live.refuse(PATH, GAP)["code"] == "context_length_exceeded"
+
+
+# ---- the suffix of completions ----------------------------------------------------------------------------------------
+DIALECTS = [
+    QWEN,
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("names", DIALECTS)
+def test_gap_uses_the_fill_in_tokens_of_the_model(names: tuple[str, str, str], special: bool) -> None:
+    backend = taught(names, special=special)
+    with live_server(backend=backend) as live:
+        live.complete("def f(x):\n    ", suffix="\n    return y")
+        (request,) = live.engine.requests
+        # Token ids of the text in the model cards, by transformers' tokenizers.
+        text = f"{names[0]}def f(x):\n    {names[1]}\n    return y{names[2]}"
+        assert request.prompt_token_ids == backend.encode(text, add_special_tokens=True).ids
+        assert live.http.get("/v1/models").json()["data"][0]["tasks"][:2] == ["generate", "infill"]
+
+
+def test_each_prompt_has_its_own_gap(live: Live) -> None:
+    prefix, suffix, middle = map(live.tokenizer.backend.token_to_id, QWEN)
+    after = ids_of(live, "the dog")
+    live.http.post(COMPLETIONS, json={"prompt": ["The ", "fox"], "suffix": "the dog", "max_tokens": 2})
+    live.http.post(
+        COMPLETIONS, json={"prompt": [300, 301], "suffix": "the dog", "max_tokens": 2, "add_special_tokens": False}
+    )
+    bos = live.tokenizer.bos_token_id
+    assert [request.prompt_token_ids for request in live.engine.requests] == [
+        [bos, prefix, *ids_of(live, "The "), suffix, *after, middle],
+        [bos, prefix, *ids_of(live, "fox"), suffix, *after, middle],
+        [prefix, 300, 301, suffix, *after, middle],
+    ]
+
+
+@pytest.mark.parametrize("field", ["prompt", "suffix"])
+def test_special_tokens_in_texts_are_plain_text(live: Live, field: str) -> None:
+    hostile = "".join(QWEN) + QWEN[2] * 3 + "x"
+    live.complete(**{"prompt": "a", "suffix": "b", field: hostile})
+    (request,) = live.engine.requests
+    ids = [live.tokenizer.backend.token_to_id(name) for name in QWEN]
+    assert [request.prompt_token_ids.count(token) for token in ids] == [1, 1, 1]
+    before, after = request.prompt_token_ids.index(ids[1]), len(request.prompt_token_ids) - 1
+    part = request.prompt_token_ids[2:before] if field == "prompt" else request.prompt_token_ids[before + 1 : after]
+    assert live.tokenizer.decode(part, skip_special_tokens=False) == hostile
+
+
+def test_gap_at_the_start_of_a_file(live: Live) -> None:
+    prefix, suffix, middle = map(live.tokenizer.backend.token_to_id, QWEN)
+    live.complete("", suffix="fox")
+    ids = [live.tokenizer.bos_token_id, prefix, suffix, *ids_of(live, "fox"), middle]
+    assert live.engine.requests[0].prompt_token_ids == ids
+
+
+def test_repeated_suffixes_have_a_total_limit(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_SUFFIX_TOKENS", 20)
+    error = live.refuse(COMPLETIONS, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
+    assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
+
+
+def test_empty_suffix_has_no_effect(live: Live) -> None:
+    live.complete("The king", suffix="")
+    assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("The king")
+
+
+def test_echo_repeats_the_text_before_the_gap(live: Live) -> None:
+    answer = live.http.post(
+        COMPLETIONS, json={"prompt": "The king", "suffix": "said", "echo": True, "max_tokens": 0}
+    ).json()
+    assert answer["choices"][0]["text"] == "The king"
+
+
+def test_prefix_and_suffix_too_long_together_are_refused(live: Live) -> None:
+    most = live.engine.info.max_model_len
+    half = [300] * (most // 2 + 1)
+    error = live.refuse(COMPLETIONS, {"prompt": half, "suffix": live.tokenizer.decode(half)})
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_model_without_fill_in_tokens(stream: bool) -> None:
+    with live_server() as live:
+        error = live.refuse(COMPLETIONS, {"prompt": "a", "suffix": "b", "stream": stream})
+        assert error["param"] == "suffix" and error["code"] == "no_fill_in_the_middle"
+        assert live.http.get("/v1/models").json()["data"][0]["tasks"][:2] == ["generate", "embed"]

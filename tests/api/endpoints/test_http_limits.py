@@ -1,8 +1,9 @@
-"""Limits on size and shape, each at its edge, over real sockets. The server must keep running after each."""
+"""Limits on size and shape, each at its edge, over real sockets, and large responses. The server must keep running."""
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -12,22 +13,17 @@ import httpx
 import pytest
 from helpers.eventually import in_time
 from helpers.live_server import Live, live_server
+from helpers.probing import watched
+from helpers.real_server import RealServer, serve
 
 PATH = "/v1/completions"
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
 @pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    shared.engine.reset()
-    yield shared
-    assert shared.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
+def live(live: Live) -> Iterator[Live]:
+    yield live
+    assert live.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
 
 
 def padded(size: int) -> bytes:
@@ -99,43 +95,20 @@ def test_stalled_body_times_out() -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_1024_prompts(live: Live) -> None:
-    assert len(live.complete(["a"] * 1024, max_tokens=1)["choices"]) == 1024
-    assert live.refuse(PATH, {"prompt": ["a"] * 1025})["param"] == "prompt"
-    assert live.refuse(PATH, {"prompt": [[5]] * 1025})["param"] == "prompt"
-
-
-def test_n_and_best_of_up_to_64(live: Live) -> None:
-    assert len(live.complete("a", max_tokens=1, n=64)["choices"]) == 64
-    assert len(live.complete("a", max_tokens=1, best_of=64)["choices"]) == 1
-    for value in (65, 10**6, 2**63, 10**30):
-        assert live.refuse(PATH, {"prompt": "a", "n": value})["param"] == "n"
-        assert live.refuse(PATH, {"prompt": "a", "best_of": value})["param"] == "best_of"
-
-
-def test_sixteen_stop_strings_of_256_characters(live: Live) -> None:
-    live.complete("a", max_tokens=1, stop=["x" * 256] * 16)
-    assert live.refuse(PATH, {"prompt": "a", "stop": ["x"] * 17})["param"] == "stop"
-    assert live.refuse(PATH, {"prompt": "a", "stop": ["x" * 257]})["param"] == "stop"
-
-
-def test_1024_biases_inside_the_vocabulary(live: Live) -> None:
-    live.complete("a", max_tokens=1, logit_bias={str(i): 100 for i in range(423)})
-    assert live.refuse(PATH, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}})["param"] == "logit_bias"
-    for field, value in (
-        ("logit_bias", {"423": 1}),
-        ("logit_bias", {"9999999999": 1}),
-        ("stop_token_ids", [423]),
-        ("allowed_token_ids", [2**31 - 1]),
-    ):
-        error = live.refuse(PATH, {"prompt": "a", field: value})
-        assert error["param"] == field and "vocabulary" in error["message"]
-
-
-def test_twenty_logprobs(live: Live) -> None:
-    live.complete("a", max_tokens=1, logprobs=20, prompt_logprobs=20)
-    assert live.refuse(PATH, {"prompt": "a", "logprobs": 21})["param"] == "logprobs"
-    assert live.refuse(PATH, {"prompt": "a", "prompt_logprobs": 21})["param"] == "prompt_logprobs"
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"prompt": ["a"] * 1024}, 1024),
+        ({"n": 64}, 64),
+        ({"best_of": 64}, 1),
+        ({"stop": ["x" * 256] * 16}, 1),
+        ({"logit_bias": {str(i): 100 for i in range(423)}}, 1),
+        ({"logprobs": 20, "prompt_logprobs": 20}, 1),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_largest_values_are_accepted(live: Live, fields: dict[str, Any], choices: int) -> None:
+    assert len(live.complete(**{"prompt": "a", "max_tokens": 1, **fields})["choices"]) == choices
 
 
 def test_prompt_that_fills_the_context(live: Live) -> None:
@@ -168,7 +141,7 @@ def test_tokenize_has_its_own_limit() -> None:
         assert live.refuse("/tokenize", {"messages": [{"role": "user", "content": "a" * 101}]})["param"] == "messages"
 
 
-BAD_JSON: list[bytes] = [
+BAD_JSON: list[Any] = [
     b"",
     b"null",
     b"[]",
@@ -206,11 +179,11 @@ BAD_JSON: list[bytes] = [
     json.dumps({"prompt": "a", "stop_token_ids": ["x"] * 500_000}).encode(),
     json.dumps({"prompt": "a", "stream_options": {f"f{i}": i for i in range(50_000)}}).encode(),
     b'{"prompt": "a", "metadata": {"a": [' + b"[]," * (10 * MIB) + b"1]}}",
-    b'{"prompt": "a", "metadata": {' + b'"":1,' * (6 * MIB) + b'"": 1}}',
-    b'{"prompt": "a\\u0000", "metadata": {"a": [' + b"1," * (8 * MIB) + b"1]}}",
-    b'{"prompt": "a", "rope_scaling": {"factor": [' + b"1," * (8 * MIB) + b"1]}}",
-    b'{"prompt": [' + b"1," * (15 * MIB) + b"1]}",
-    b'{"prompt": "' + b'\\"' * (10 * MIB) + b"[" * MIB,
+    pytest.param(b'{"prompt": "a", "metadata": {' + b'"":1,' * (6 * MIB) + b'"": 1}}', marks=pytest.mark.slow),
+    pytest.param(b'{"prompt": "a\\u0000", "metadata": {"a": [' + b"1," * (8 * MIB) + b"1]}}", marks=pytest.mark.slow),
+    pytest.param(b'{"prompt": "a", "rope_scaling": {"factor": [' + b"1," * (8 * MIB) + b"1]}}", marks=pytest.mark.slow),
+    pytest.param(b'{"prompt": [' + b"1," * (15 * MIB) + b"1]}", marks=pytest.mark.slow),
+    pytest.param(b'{"prompt": "' + b'\\"' * (10 * MIB) + b"[" * MIB, marks=pytest.mark.slow),
 ]
 
 
@@ -221,8 +194,9 @@ def test_json_that_is_not_a_valid_body(live: Live, body: bytes) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_brackets_in_a_long_text_do_not_count_as_structure(live: Live) -> None:
-    text = '[{"a": "\\\\"}, {' * 40_000
+@pytest.mark.parametrize("count", [1000, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_brackets_in_a_long_text_do_not_count_as_structure(live: Live, count: int) -> None:
+    text = '[{"a": "\\\\"}, {' * count
     live.complete(text, max_tokens=1, truncate_prompt_tokens=4)
     assert live.engine.requests[-1].prompt_token_ids == live.tokenizer.encode(text)[-4:]
 
@@ -281,3 +255,80 @@ def test_too_many_requests_at_once() -> None:
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "too_many_requests"
+
+
+# ---- large responses --------------------------------------------------------------------------------------------------
+PROMPTS = [[300 + (7 * row + column) % 3000 for column in range(500)] for row in range(256)]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[RealServer]:
+    with serve() as server:
+        yield server
+
+
+def post(server: RealServer, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=300)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_above_the_limit_is_refused_with_both_numbers(stream: bool) -> None:
+    """The log-probabilities of prompts are collected for the first events of a stream, too."""
+    with live_server(max_response_bytes=2000) as live:
+        body = {
+            "prompt": [ids[:40] for ids in PROMPTS[:4]],
+            "max_tokens": 1,
+            "echo": True,
+            "logprobs": 20,
+            "prompt_logprobs": 20,
+        }
+        error = live.refuse("/v1/completions", body | {"stream": stream})
+        assert error["code"] == "response_too_large"
+        size, most = map(int, re.findall(r"\d{4,}", error["message"]))
+        assert most == 2000 < size
+
+
+def test_the_limit_is_the_operators() -> None:
+    with live_server(max_response_bytes=2000) as live:
+        live.complete(max_tokens=200)
+        body = {"prompt": "x", "max_tokens": 200, "logprobs": 1}
+        assert live.refuse("/v1/completions", body)["code"] == "response_too_large"
+        assert live.stream("/v1/completions", body)[-1] == "[DONE]"
+        assert "limit of 2000" in live.refuse("/tokenize", {"prompt": "hello " * 200})["message"]
+        assert "limit of 2000" in live.refuse("/detokenize", {"tokens": [65] * 1000})["message"]
+
+
+def attack(server: RealServer, rows: int, stream: bool) -> tuple[Any, int]:
+    body = {"prompt": PROMPTS[:rows], "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    raw = json.dumps(body).encode()
+    with watched(server.url) as found:
+        response = httpx.post(server.url + "/v1/completions", content=raw, timeout=300)
+        size = len(response.content)
+    assert response.status_code == 200
+    return found, size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answer_delays_no_other_request(real: RealServer, stream: bool) -> None:
+    def longest() -> float:
+        """Longest gap in seconds, or twice the duration of /health, which has half the time."""
+        found, size = attack(real, 32, stream)
+        assert size > 8 * MIB
+        assert not found.bad
+        return max(found.worst_gap, 2 * found.worst_health)
+
+    in_time(longest, 2.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stream", [False, True])
+def test_largest_answer_delays_no_other_request(stream: bool) -> None:
+    with serve() as server:
+        found, size = attack(server, 180, stream)
+        print(size, found.gaps[:3], found.health[:3])
+        assert size > 45 * MIB
+        assert not found.bad
+        assert found.worst_health <= 0.25
+        # The engine's own steps are part of a gap: log-probabilities of 2,048 tokens with 20 alternatives.
+        assert found.worst_gap <= 0.75

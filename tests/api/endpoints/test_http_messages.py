@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
 from api_helpers.named_events import named_events
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.engine.errors import EngineDeadError, QueueFullError
 from windlass.engine.rotary.rotary_policy import RotaryReport
@@ -19,7 +15,6 @@ from windlass.server.errors import ApiError, error_body
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
-VOCABULARY = 430
 TEMPLATE = (
     "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{% for tool in tools or [] %}({{ tool.function.name }})"
     "{% endfor %}{% for message in messages %}[{{ message.role }}]{% if message.reasoning %}<{{ message.reasoning }}>{% endif %}"
@@ -34,44 +29,20 @@ LOOK = {
 FIND = {"type": "custom", "name": "find", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
 ROME = '{"city": "Rome"}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
-INFO = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+shared = server_fixture(
+    template=TEMPLATE, tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"), model={"max_model_len": 4096}
+)
 USER = [{"role": "user", "content": "hello"}]
 
 
-def marked_tokenizer() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=marked_tokenizer()) as live:
-        yield live
-
-
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = INFO
-    say(shared, "Hello.")
-    return shared
-
-
-def say(live: Live, text: str) -> None:
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids or [1], len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def live(live: Live) -> Live:
+    live.generate("Hello.")
+    return live
 
 
 def ask(live: Live, messages: Any = USER, **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"messages": messages, "max_tokens": 400, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, **{"messages": messages, "max_tokens": 400, **fields})
 
 
 def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, Any]]:
@@ -127,7 +98,7 @@ def lasting(message: dict[str, Any]) -> dict[str, Any]:
 def test_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy", cache_control={"type": "ephemeral"})
-    assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
+    assert live.prompt == "[system]Be kind.[user]hello[assistant]"
     prompt, generated = len(live.engine.requests[-1].prompt_token_ids), len(live.engine.reply) + 1
     assert answer.pop("id").startswith("msg_")
     assert answer == {
@@ -167,7 +138,7 @@ def test_order_of_events(live: Live, at_once: int) -> None:
     ],
 )
 def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
-    say(live, text)
+    live.generate(text)
     live.engine.tokens_per_output = at_once
     whole = ask(live, tools=[LOOK])
     assert [block["type"] for block in whole["content"]] == kinds
@@ -175,10 +146,10 @@ def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[st
 
 
 def test_contents_of_blocks(live: Live) -> None:
-    say(live, f"<think>so</think>Wait. {CALL}")
+    live.generate(f"<think>so</think>Wait. {CALL}")
     answer = ask(live, tools=[LOOK, FIND])
     thought, text, call = answer["content"]
-    assert prompt_of(live).startswith("(look)(find)")
+    assert live.prompt.startswith("(look)(find)")
     assert thought == {"type": "thinking", "thinking": "so", "signature": ""}
     assert text == {"type": "text", "text": "Wait."}
     assert (call["name"], call["input"]) == ("look", {"city": "Rome"}) and call["id"]
@@ -193,7 +164,7 @@ def test_stop_reasons(live: Live) -> None:
     stopped = ask(live, stop_sequences=["lo", "zz"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
     assert stopped["content"][0]["text"] == "Hel"
-    say(live, CALL)
+    live.generate(CALL)
     cut = ask(live, tools=[LOOK], max_tokens=len(live.engine.reply) - 4)
     assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
     cut = ask(live, tools=[LOOK], stop_sequences=["Ro"])
@@ -222,7 +193,7 @@ def test_failures_before_the_stream_have_their_own_status(live: Live) -> None:
 def test_silence_is_filled_with_pings() -> None:
     with live_server(stream_comment_seconds=0.02) as quick:
         body = {"messages": USER, "max_tokens": 2}
-        names = [event["type"] for event in named_events(quick, PATH, body, told=quick.let_go("event: ping", 3))]
+        names = [event["type"] for event in named_events(quick, PATH, body, on_text=quick.let_go("event: ping", 3))]
     assert names[0] == "ping" and names.index("message_start") > 2 and names[-1] == "message_stop"
 
 
@@ -253,27 +224,27 @@ def test_blocks_become_turns(live: Live) -> None:
         ]},
     ]  # fmt: skip
     ask(live, messages, system=[{"type": "text", "text": "x"}, {"type": "text", "text": "y"}])
-    assert prompt_of(live) == (
+    assert live.prompt == (
         f'[system]x\ny[user]a\nb[assistant]<hm>Wait.<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
         '<tool_call>{"name": "find", "arguments": {}}</tool_call>[tool]sun[tool]Error: none[user]And?[assistant]'
     )
 
 
 def test_answer_can_be_sent_back(live: Live) -> None:
-    say(live, f"<think>so</think>Wait. {CALL}")
+    live.generate(f"<think>so</think>Wait. {CALL}")
     live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     answer = ask(live, tools=[LOOK])
     assert answer["rotary"]["rope_type"] == "default"
     answer |= {"diagnostics": None, "context_management": {"applied_edits": []}}  # which Anthropic's have
     result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"]}
-    say(live, "Sunny.")
+    live.generate("Sunny.")
     ask(live, [*USER, answer, {"role": "user", "content": [result]}], tools=[LOOK])
-    assert prompt_of(live).endswith("</tool_call>[tool][assistant]") and "<so>Wait." in prompt_of(live)
+    assert live.prompt.endswith("</tool_call>[tool][assistant]") and "<so>Wait." in live.prompt
 
 
 def test_partial_answer_is_continued(live: Live) -> None:
     ask(live, [*USER, {"role": "assistant", "content": "The answer is"}])
-    assert prompt_of(live) == "[user]hello[assistant]The answer is"
+    assert live.prompt == "[user]hello[assistant]The answer is"
 
 
 @pytest.mark.parametrize(
@@ -291,34 +262,19 @@ def test_required_call(live: Live, choice: Any, demanded: bool) -> None:
 
 
 def test_parallel_calls_disabled(live: Live) -> None:
-    say(live, CALL * 3)
+    live.generate(CALL * 3)
     one = ask(live, tools=[LOOK], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert len(one["content"]) == 1 and len(ask(live, tools=[LOOK])["content"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"temperature": 0}, "temperature", 0.0),
-        ({"top_k": 7}, "top_k", 7),
-        ({"top_p": 0.5}, "top_p", 0.5),
-        ({"max_tokens": 9}, "max_tokens", 9),
-        ({"seed": 5}, "seed", 5),
-    ],
-)
-def test_sampling_reaches_the_engine(live: Live, fields: dict[str, Any], field: str, value: Any) -> None:
-    ask(live, **fields)
-    assert getattr(live.engine.requests[-1].sampling, field) == value
 
 
 def test_thinking(live: Live) -> None:
     ask(live, thinking={"type": "enabled", "budget_tokens": 7})
     assert live.engine.requests[-1].sampling.thinking.tokens == 7
-    assert prompt_of(live).startswith("True[user]")
+    assert live.prompt.startswith("True[user]")
     ask(live, thinking={"type": "disabled"})
-    assert prompt_of(live).startswith("False[user]")
+    assert live.prompt.startswith("False[user]")
     ask(live, thinking={"type": "adaptive"})
-    assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
+    assert live.prompt.startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
 
 
 def test_budget_is_a_hint_without_thinking_parser() -> None:
@@ -336,9 +292,9 @@ def test_an_effort_is_a_hint(live: Live) -> None:
     """Anthropic's clients send an effort to every model."""
     for effort in ("low", "max"):
         ask(live, output_config={"effort": effort})
-        assert prompt_of(live).startswith("True[user]")
+        assert live.prompt.startswith("True[user]")
     ask(live, output_config={"effort": "high"}, thinking={"type": "disabled"})
-    assert prompt_of(live).startswith("False[user]")
+    assert live.prompt.startswith("False[user]")
     with live_server() as plain:
         body = {"messages": USER, "max_tokens": 2, "output_config": {"effort": "high"}}
         assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
@@ -349,7 +305,7 @@ def test_an_effort_is_a_hint(live: Live) -> None:
     with live_server(template=harmony) as gpt:
         for effort, told in {"minimal": "low", "low": "low", "high": "high", "xhigh": "high", "max": "high"}.items():
             assert gpt.post(PATH, {**body, "output_config": {"effort": effort}}).status_code == 200
-            assert told in prompt_of(gpt)
+            assert told in gpt.prompt
 
 
 @pytest.mark.parametrize(
@@ -422,7 +378,7 @@ def test_edit_that_clears_nothing_is_accepted(live: Live, given: Any, accepted: 
 
 def test_tool_names_have_the_limit_of_anthropic(live: Live) -> None:
     name = f"mcp__server__{'x' * 115}"
-    say(live, CALL.replace("look", name))
+    live.generate(CALL.replace("look", name))
     answer = ask(live, tools=[{**LOOK, "name": name}], tool_choice={"type": "tool", "name": name})
     assert answer["content"][0]["name"] == name
     error = refuse(live, PATH, {"messages": USER, "max_tokens": 2, "tools": [{**LOOK, "name": name + "x"}]})
@@ -451,58 +407,6 @@ def test_counting(live: Live) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
 USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
-         "messages[0].content[0].content[0].type"),
-        ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
-        ({"messages": [*USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
-            {"type": "text", "text": "See:"}, {"type": "tool_result", "tool_use_id": USE["id"]}]}]}, "messages[2].content[1]"),
-        ({"system": [IMAGE]}, "system[0].type"),
-        ({"system": 3}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [LOOK, LOOK]}, "tools"),
-        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "find"}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "deep"}}, "thinking.type"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop": "x"}, "stop"),
-        ({"top_p": 2}, "top_p"),
-        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format"),
-        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
-        ({"compaction": {"type": "summarize"}}, "compaction"),
-        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
-        ({"colour": "red"}, "colour"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
-    ],
-)  # fmt: skip
-def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = refuse(live, PATH, {"messages": USER, "max_tokens": 5, **fields})
-    assert (error["param"], error["type"]) == (param, "invalid_request_error") and error["code"]
-    assert not live.engine.requests
 
 
 def test_all_errors_have_the_form_of_the_api(live: Live) -> None:

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api_helpers.named_events import named_events
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.server.app.response_store import ResponseStore, items_until
 
 PATH = "/v1/responses"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(api_keys=("one", "two")) as live:
-        yield live
+shared = server_fixture(api_keys=("one", "two"))
 
 
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.http.headers = {"authorization": "Bearer one"}
-    return shared
+def live(live: Live) -> Live:
+    live.http.headers = {"authorization": "Bearer one"}
+    return live
 
 
 def ask(live: Live, text: str | list[Any] = "hello", **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"input": text, "max_output_tokens": 3, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, input=text, max_output_tokens=3, **fields)
 
 
 def prompt_of(live: Live) -> str:

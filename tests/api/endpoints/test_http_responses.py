@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import tokenizers
 from api_helpers.named_events import named_events
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import Live, live_server, server_fixture
 
 from windlass.engine.errors import EngineDeadError
 from windlass.server.schemas import tools
@@ -19,7 +16,6 @@ from windlass.server.schemas.responses import input_items_of_output
 from windlass.server.schemas.tools import MAX_ARGUMENTS
 
 PATH = "/v1/responses"
-VOCABULARY = 430
 TEMPLATE = (
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}{{ reasoning_effort }}{% for message in messages %}"
     "[{{ message.role }}]{% if message.reasoning %}<{{ message.reasoning }}>{% endif %}{{ message.content }}"
@@ -35,45 +31,21 @@ LOOK = {
 FIND = {"type": "function", "name": "find"}
 ROME = '{"city": "Rome"}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
-INFO = model_info(vocab_size=VOCABULARY, max_model_len=4096)
-
-
-def marked_tokenizer() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(
-        ScriptedEngine(info=INFO), template=TEMPLATE + "{# <think> </think> #}", backend=marked_tokenizer()
-    ) as live:
-        yield live
+shared = server_fixture(
+    template=TEMPLATE + "{# <think> </think> #}",
+    tokens=("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    model={"max_model_len": 4096},
+)
 
 
 @pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = INFO
-    say(shared, "Hello.")
-    return shared
-
-
-def say(live: Live, text: str) -> None:
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids or [1], len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+def live(live: Live) -> Live:
+    live.generate("Hello.")
+    return live
 
 
 def ask(live: Live, given: Any = "hello", **fields: Any) -> dict[str, Any]:
-    response = live.post(PATH, {"input": given, **fields})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return live.request(PATH, input=given, **fields)
 
 
 def stream(live: Live, given: Any = "hello", **fields: Any) -> list[dict[str, Any]]:
@@ -124,7 +96,7 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
     answer = ask(live, instructions="Be kind.", metadata={"a": "b"}, user="me", temperature=0.5, max_output_tokens=50)
-    assert prompt_of(live) == "[system]Be kind.[user]hello"
+    assert live.prompt == "[system]Be kind.[user]hello"
     assert live.engine.requests[-1].sampling.max_tokens == 50
     (message,) = answer["output"]
     assert message["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
@@ -168,7 +140,7 @@ def test_order_of_events(live: Live, at_once: int) -> None:
     ],
 )
 def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
-    say(live, text)
+    live.generate(text)
     live.engine.tokens_per_output = at_once
     whole = ask(live, tools=[LOOK])
     assert [item["type"] for item in whole["output"]] == kinds
@@ -183,9 +155,9 @@ def test_stream_equals_the_complete_answer(live: Live, text: str, kinds: list[st
 
 
 def test_contents_of_items(live: Live) -> None:
-    say(live, f"<think>so</think>Wait. {CALL}")
+    live.generate(f"<think>so</think>Wait. {CALL}")
     thought, message, call = ask(live, tools=[LOOK, FIND])["output"]
-    assert prompt_of(live).startswith("(look)(find)")
+    assert live.prompt.startswith("(look)(find)")
     assert thought["content"] == [{"type": "reasoning_text", "text": "so"}] and thought["summary"] == []
     assert message["content"][0]["text"] == "Wait."
     assert (call["name"], call["arguments"], call["status"]) == ("look", ROME, "completed")
@@ -200,7 +172,7 @@ def test_truncated_answer_is_incomplete(live: Live) -> None:
 
 
 def test_incomplete_call_has_no_effect_when_sent_back(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     for fields, status in (
         ({"max_output_tokens": len(live.engine.reply) - 5}, "incomplete"),
         ({"stop": ["Ro"]}, "completed"),
@@ -210,22 +182,22 @@ def test_incomplete_call_has_no_effect_when_sent_back(live: Live) -> None:
         assert (answer["status"], call["type"], call["status"]) == (status, "function_call", "incomplete")
         question = {"role": "user", "content": "hello"}
         ask(live, [question, *answer["output"], question], tools=[LOOK])
-        assert "tool_call" not in prompt_of(live) and prompt_of(live).count("[user]hello") == 2
+        assert "tool_call" not in live.prompt and live.prompt.count("[user]hello") == 2
         ask(live, tools=[LOOK], previous_response_id=answer["id"])
-        assert "tool_call" not in prompt_of(live)
+        assert "tool_call" not in live.prompt
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
         for carried_out in ({**call, "status": "completed"}, call):
             ask(live, [question, carried_out, result, question], tools=[LOOK])
             shown = json.dumps({"name": "look", "arguments": {"arguments": call["arguments"]}})
-            assert f"<tool_call>{shown}</tool_call>[tool]x" in prompt_of(live)
+            assert f"<tool_call>{shown}</tool_call>[tool]x" in live.prompt
         refused = live.post(PATH, {"input": [call], "tools": [LOOK]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
         whole = {**call, "arguments": ROME}  # the call was executed anyway
         ask(live, [question, whole, result, question], tools=[LOOK])
-        assert "tool_call" in prompt_of(live)
+        assert "tool_call" in live.prompt
     events = stream(live, tools=[LOOK], stop=["Ro"])
     assert events[-1]["type"] == "response.completed" and events[-1]["response"]["output"][-1]["status"] == "incomplete"
-    say(live, f"{CALL} and more")
+    live.generate(f"{CALL} and more")
     answer = ask(live, tools=[LOOK], max_output_tokens=len(live.engine.reply) - 10)
     assert answer["status"] == "incomplete" and answer["output"][0]["status"] == "completed"
 
@@ -235,11 +207,11 @@ def test_too_long_call_is_answered_but_not_stored(live: Live, monkeypatch: pytes
         fields = {"type": "function_call", "status": "completed", "call_id": "c", "name": "look"}
         assert input_items_of_output([{**fields, "arguments": arguments}]) == []
     monkeypatch.setattr(tools, "MAX_ARGUMENTS", 10)
-    say(live, f"Wait. {CALL}")
+    live.generate(f"Wait. {CALL}")
     for answer in (ask(live, tools=[LOOK]), stream(live, tools=[LOOK])[-1]["response"]):
         assert answer["status"] == "completed" and answer["output"][-1]["arguments"] == ROME
         ask(live, tools=[LOOK], previous_response_id=answer["id"])
-        assert "Wait." in prompt_of(live) and "tool_call" not in prompt_of(live)
+        assert "Wait." in live.prompt and "tool_call" not in live.prompt
 
 
 def test_failure_within_a_stream(live: Live) -> None:
@@ -290,7 +262,7 @@ def test_items_become_turns(live: Live) -> None:
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "of what"}], "encrypted_content": "gAAAA="},
     ]  # fmt: skip
     ask(live, items)
-    assert prompt_of(live) == (
+    assert live.prompt == (
         f'[system]Rules.[user]a\nb[assistant]<hm>Wait.<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
         '<tool_call>{"name": "find", "arguments": {}}</tool_call>[tool]sun[tool]none[assistant]<of what>'
     )
@@ -298,35 +270,16 @@ def test_items_become_turns(live: Live) -> None:
 
 def test_output_can_be_sent_back(live: Live) -> None:
     """Like clients that store the conversation themselves."""
-    say(live, f"<think>so</think>Wait. {CALL}")
+    live.generate(f"<think>so</think>Wait. {CALL}")
     first = ask(live, tools=[LOOK])
     call = first["output"][-1]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
-    say(live, "Sunny.")
+    live.generate("Sunny.")
     ask(live, [{"role": "user", "content": "hello"}, *first["output"], result], tools=[LOOK], store=False)
-    sent_back = prompt_of(live)
+    sent_back = live.prompt
     ask(live, [result], previous_response_id=first["id"], tools=[LOOK])
-    assert prompt_of(live) == sent_back
+    assert live.prompt == sent_back
     assert "<so>Wait.<tool_call>" in sent_back and sent_back.endswith("[tool]sun")
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"temperature": 0, "top_p": 0.5}, "top_p", 0.5),
-        ({"top_k": 7}, "top_k", 7),
-        ({"seed": 3}, "seed", 3),
-        ({"max_output_tokens": 9}, "max_tokens", 9),
-        ({"stop_token_ids": [5]}, "stop_token_ids", (5,)),
-        ({"top_logprobs": 2}, "logprobs", 2),
-        ({"include": ["message.output_text.logprobs"]}, "logprobs", 0),
-        ({"include": ["reasoning.encrypted_content"]}, "logprobs", None),
-    ],
-)
-def test_sampling_reaches_the_engine(live: Live, fields: dict[str, Any], field: str, value: Any) -> None:
-    ask(live, **fields)
-    found = getattr(live.engine.requests[-1].sampling, field)
-    assert (tuple(found) if isinstance(value, tuple) else found) == value
 
 
 def test_windlass_fields_reach_the_engine(live: Live) -> None:
@@ -342,7 +295,7 @@ def test_stop_strings(live: Live) -> None:
 
 
 def test_log_probabilities(live: Live) -> None:
-    say(live, "<think>so</think>Hello.")
+    live.generate("<think>so</think>Hello.")
     (whole,) = [item for item in ask(live, top_logprobs=1)["output"] if item["type"] == "message"]
     events = stream(live, top_logprobs=1)
     found = whole["content"][0]["logprobs"]
@@ -376,11 +329,11 @@ def test_required_call(live: Live, choice: Any) -> None:
 
 
 def test_allowed_tools(live: Live) -> None:
-    say(live, CALL + CALL.replace("look", "find"))
+    live.generate(CALL + CALL.replace("look", "find"))
     for mode in ("auto", "required"):
         choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
         answer = ask(live, tools=[LOOK, FIND], tool_choice=choice)
-        assert prompt_of(live).startswith("(look)(find)") and answer["tool_choice"] == choice
+        assert live.prompt.startswith("(look)(find)") and answer["tool_choice"] == choice
         assert [item["name"] for item in answer["output"] if item["type"] == "function_call"] == ["look"]
         assert (live.engine.requests[-1].sampling.grammar is not None) is (mode == "required")
 
@@ -388,18 +341,18 @@ def test_allowed_tools(live: Live) -> None:
 def test_empty_features_of_other_services_are_accepted(live: Live) -> None:
     tool = {**LOOK, "allowed_callers": ["direct"], "async": False, "output_schema": {"type": "object"}}
     ask(live, tools=[LOOK])
-    plain = prompt_of(live)
+    plain = live.prompt
     answer = ask(live, tools=[tool], access_programs=[])
-    assert prompt_of(live) == plain and answer["tools"] == [LOOK]
+    assert live.prompt == plain and answer["tools"] == [LOOK]
 
 
 def test_reasoning_effort(live: Live) -> None:
     answer = ask(live, reasoning={"effort": "low", "summary": "auto"})
-    assert prompt_of(live).startswith("low[user]") and answer["reasoning"]["effort"] == "low"
+    assert live.prompt.startswith("low[user]") and answer["reasoning"]["effort"] == "low"
 
 
 def test_thinking_is_counted(live: Live) -> None:
-    say(live, "<think>so</think>Hello.")
+    live.generate("<think>so</think>Hello.")
     close = live.tokenizer.encode("</think>", add_special_tokens=False)[0]
     expected = live.engine.reply.index(close) + 1
     for answer in (ask(live), stream(live)[-1]["response"]):
@@ -407,16 +360,15 @@ def test_thinking_is_counted(live: Live) -> None:
 
 
 def test_truncation(live: Live) -> None:
-    live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=64)
+    live.engine.info = replace(live.engine.info, max_model_len=64)
     turns = [
         {"role": role, "content": f"{role} {number} says"} for number in range(8) for role in ("user", "assistant")
     ]
     turns.append({"role": "user", "content": "last"})
     answer = ask(live, turns, truncation="auto", max_output_tokens=8)
-    assert prompt_of(live).endswith("[user]last") and "user 0" not in prompt_of(live)
+    assert live.prompt.endswith("[user]last") and "user 0" not in live.prompt
     assert answer["truncation"] == "auto"
-    error = live.refuse(PATH, {"input": turns, "truncation": "disabled"})
-    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert live.refusal(PATH, {"input": turns, "truncation": "disabled"}) == ("input", "context_length_exceeded")
     assert ask(live, truncation="disabled")["truncation"] == "disabled"
     error = live.refuse(PATH, {"input": "a", "truncation": "disabled", "max_output_tokens": 64})
     assert (error["param"], error["code"]) == ("max_output_tokens", "context_length_exceeded")
@@ -424,87 +376,6 @@ def test_truncation(live: Live) -> None:
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-NAMED = {"type": "function", "name": "look"}
-IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,%%%not base64"}
-CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 3}, "input"),
-        ({"input": ["a"]}, "input[0]"),
-        ({"input": [{}]}, "input[0].type"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "pope", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "!!!"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
-        ({"input": [{"type": ["a"], "id": "x"}]}, "input[0].type"),
-        ({"input": [{**CALLED, "arguments": "x" * (MAX_ARGUMENTS + 1)}]}, "input[0].arguments"),
-        ({"input": [{**CALLED, "arguments": "\"" * (MAX_ARGUMENTS - 1)}]}, "input[0].arguments"),
-        ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": "a"}, CALLED]}, "input[1].call_id"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": "a", "colour": "red"}]}, "input[0].colour"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [LOOK, {"type": "mcp", "server_label": "x"}]}, "tools[1].type"),
-        ({"tools": [{"type": "function", "name": "two words"}]}, "tools[0].name"),
-        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools[0].function"),
-        ({"tools": [LOOK, LOOK]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [NAMED]}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["look"]}}, "tool_choice"),
-        ({"tools": [FIND], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}}, "tool_choice"),
-        ({"tools": [{**LOOK, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
-        ({"tools": [{**LOOK, "async": True}]}, "tools[0].async"),
-        ({"access_programs": ["x"]}, "access_programs"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text.format"),
-        ({"text": {"style": "x"}}, "text.style"),
-        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"min_tokens": 9, "max_output_tokens": 3}, "min_tokens"),
-        ({"max_tokens": 3}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"n": 2}, "n"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"include": ["everything"]}, "include"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"truncation": "some"}, "truncation"),
-        ({"truncation": "auto", "context_overflow": "stop"}, "truncation"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"metadata": {"a": "b" * 513}}, "metadata"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-        ({"previous_response_id": 3}, "previous_response_id"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
-        ({"passages": [{"start": 0, "end": 1}]}, "passages"),
-    ],
-)  # fmt: skip
-def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = live.refuse(PATH, {"input": "hello", **fields})
-    assert error["param"] == param and error["code"]
-    assert "messages" not in error["message"] or param == "messages"
-    assert not live.engine.requests
-
-
-def test_another_model(live: Live) -> None:
-    assert live.refuse(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
-
-
 def test_effort_without_effect() -> None:
     with live_server() as plain:
         error = plain.refuse(PATH, {"input": "a", "reasoning": {"effort": "low"}})
@@ -512,6 +383,6 @@ def test_effort_without_effect() -> None:
 
 
 def test_events_are_single_lines(live: Live) -> None:
-    say(live, "a\n\nb")
+    live.generate("a\n\nb")
     assert built(stream(live))[0]["content"][0]["text"] == "a\n\nb"
     assert json.loads(json.dumps(ask(live)["output"]))[0]["content"][0]["text"] == "a\n\nb"

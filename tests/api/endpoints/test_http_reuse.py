@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.real_server import RealServer, serve
 
 from windlass.clients.types import ContextUse
@@ -17,18 +17,7 @@ from windlass.server.serving.context_rules import DEFAULT_RECOMPUTE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(default_max_tokens=20) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
+shared = server_fixture(default_max_tokens=20)
 
 
 def asked(live: Live, **fields: Any) -> NonPrefixReuseParams | None:
@@ -58,29 +47,6 @@ def test_passages_are_shared_among_requests_of_one_key() -> None:
         assert scopes[0] == scopes[2] != scopes[1] and "one" not in scopes[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"cache_reuse": -1}, "cache_reuse"),
-        ({"cache_reuse": 31}, "cache_reuse"),
-        ({"cache_reuse_recompute": 0.1}, "cache_reuse_recompute"),
-        ({"cache_reuse": 64, "cache_reuse_recompute": -0.1}, "cache_reuse_recompute"),
-        ({"passages": []}, "passages"),
-        ({"passages": [{"start": 0, "end": 40}], "cache_reuse": 0}, "cache_reuse"),
-        ({"passages": [{"start": 0}]}, "passages"),
-        ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
-    ],
-)
-def test_invalid_combinations_are_refused(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
-    assert error["param"].startswith(param) and error["code"] and not live.engine.requests
-
-
-def test_chats_refuse_spans(live: Live) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
-    assert live.refuse(CHAT, body)["param"] == "passages"
-
-
 def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) -> None:
     schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
     settings = schemas["ContextSettings"]["properties"]
@@ -105,7 +71,7 @@ def test_openapi_describes_context_fields_of_requests_and_responses(live: Live) 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
-    with serve("--max-model-len", "512") as server:
+    with serve("--max-model-len", "2048") as server:
         server.wait_ready()
         yield server
 
@@ -156,3 +122,88 @@ def test_deterministic_server_refuses_reuse() -> None:
         response = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "cache_reuse": 64}, timeout=60)
         assert response.status_code == 400 and response.json()["error"]["param"] == "cache_reuse"
         assert httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a"}, timeout=60).status_code == 200
+
+
+REUSE = {"cache_reuse": 32, "temperature": 0, "max_tokens": 8}
+STORY = [" ".join(f"{word} {number}" for number in range(24)) for word in ("river", "stone", "cloud", "field", "tower")]
+
+
+def post(server: RealServer, path: str, **body: Any) -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def reused(answer: dict[str, Any]) -> tuple[int, int]:
+    """Number of tokens reused after the common prefix, and number of prompt tokens."""
+    return answer["rotary"]["context"]["reused_tokens"], answer["usage"]["prompt_tokens"]
+
+
+def conversation(*texts: str, system: str = "You tell stories.") -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [
+        {"role": "system", "content": system},
+        *({"role": roles[number % 2], "content": text} for number, text in enumerate(texts)),
+    ]
+
+
+def test_an_edited_history(server: RealServer) -> None:
+    salt = {"cache_salt": "history"}
+    post(server, "chat/completions", messages=conversation(*STORY), **REUSE, **salt)
+    edited = conversation("Something else altogether.", *STORY[1:])
+    tokens, prompt = reused(post(server, "chat/completions", messages=edited, **REUSE, **salt))
+    assert tokens > prompt / 2
+    shortened = conversation(*STORY[2:])  # without its first question and answer
+    tokens, prompt = reused(post(server, "chat/completions", messages=shortened, **REUSE, **salt))
+    assert tokens > prompt / 2
+
+
+@pytest.mark.slow
+def test_the_next_turn_of_such_a_chat(server: RealServer) -> None:
+    salt = {"cache_salt": "turns"}
+    post(server, "chat/completions", messages=conversation(*STORY), **REUSE, **salt)
+    edited = conversation("Another beginning, longer than before.", *STORY[1:])
+    answer = post(server, "chat/completions", messages=edited, **REUSE, **salt)
+    assert reused(answer)[0] > 0
+    text = answer["choices"][0]["message"]["content"]
+    following = [*edited, {"role": "assistant", "content": text}, {"role": "user", "content": STORY[0]}]
+    tokens, _ = reused(post(server, "chat/completions", messages=following, **REUSE, **salt))
+    assert tokens >= reused(answer)[0]
+    last = [*following, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "And then?"}]
+    tokens, prompt = reused(post(server, "chat/completions", messages=last, **REUSE, **salt))
+    assert tokens > prompt / 2
+
+
+@pytest.mark.slow
+def test_a_changed_tool_list(server: RealServer) -> None:
+    """Templates place the descriptions of tools before the chat."""
+    salt = {"cache_salt": "tools"}
+    one, two = ("You may call weather(city).", "You may call weather(city), news(topic) and search(words, count).")
+    post(server, "chat/completions", messages=conversation(*STORY, system=one), **REUSE, **salt)
+    tokens, prompt = reused(
+        post(server, "chat/completions", messages=conversation(*STORY, system=two), **REUSE, **salt)
+    )
+    assert tokens > prompt / 2
+
+
+@pytest.mark.slow
+def test_an_agent_that_rewrites_its_first_line(server: RealServer) -> None:
+    salt, notes = {"cache_salt": "agent"}, " ".join(STORY)
+    post(server, "completions", prompt=f"Step 1 of many. {notes} Next:", **REUSE, **salt)
+    for step, state in ((2, "idle"), (3, "reading the third file"), (4, "done")):
+        head = f"Step {step}, state: {state}, {17 * step} lines. "
+        tokens, prompt = reused(post(server, "completions", prompt=f"{head}{notes} Next:", **REUSE, **salt))
+        assert tokens > prompt / 2
+
+
+@pytest.mark.slow
+def test_documents_in_every_order(server: RealServer) -> None:
+    salt = {"cache_salt": "orders"}
+    for text in STORY:
+        post(server, "completions", prompt=f"Read this: {text}", **REUSE, **salt)
+    for turn in range(len(STORY)):
+        order = STORY[turn:] + STORY[:turn]
+        body = {"prompt": f"Question {turn}. {' '.join(order)} Which is the longest?", **REUSE, **salt}
+        tokens, prompt = reused(post(server, "completions", **body))
+        assert tokens > prompt / 2

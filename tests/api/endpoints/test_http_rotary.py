@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live, live_server, server_fixture
 from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
 from windlass.engine.errors import LoadError
@@ -28,6 +27,7 @@ TWO_GROUPS = (
     RotaryGroup("sliding_attention", RotaryBase(1e4, 16, 16, 128), RopeScaling()),
 )
 PLAIN = [10000 ** (-2 * j / 16) for j in range(8)]  # of the scripted model: theta 10,000, 16 dimensions, 128 tokens
+shared = server_fixture(model={"rotary_groups": SERVER_GROUPS}, rope_profiles=PROFILES)
 
 
 def ntk(stretch: float) -> list[float]:
@@ -36,21 +36,8 @@ def ntk(stretch: float) -> list[float]:
     return [base ** (-2 * j / 16) for j in range(8)]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(ScriptedEngine(info=model_info(rotary_groups=SERVER_GROUPS)), rope_profiles=PROFILES) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(rotary_groups=SERVER_GROUPS)
-    return shared
-
-
 # ---- settings of the server ------------------------------------------------------------------------------------------
-def test_the_model_the_default_and_the_profiles(live: Live) -> None:
+def test_settings_show_the_model_the_default_and_the_profiles(live: Live) -> None:
     answer = live.http.get("/v1/rotary").json()
     group = {"rope_type": "default", "rope_theta": 1e4, "rotary_dim": 16}
     group |= {"original_max_position_embeddings": 128, "max_position_embeddings": 128}
@@ -65,7 +52,7 @@ def test_the_model_the_default_and_the_profiles(live: Live) -> None:
 
 
 @pytest.mark.parametrize(("update", "policy"), [(None, "frozen"), ("rotate", "rotate")])
-def test_the_defaults_policy(update: Any, policy: str) -> None:
+def test_policy_of_the_default_scaling(update: Any, policy: str) -> None:
     groups = tuple(replace(group, scaling=PROFILES["grow"]) for group in ROTARY)
     engine = ScriptedEngine(info=model_info(rotary_groups=groups))
     with live_server(engine, rope_update=update, rope_policy="off", rope_exact=True) as live:
@@ -173,71 +160,6 @@ def test_an_unknown_profile_lists_the_known_ones(live: Live) -> None:
     assert live.engine.requests == []
 
 
-WRONG: list[tuple[Any, str, str]] = [
-    ({"rope_type": "linear", "factor": 0}, "rope_scaling.factor", "greater than 0"),
-    ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor", "greater than 0"),
-    ({"rope_type": "linear", "factor": "4"}, "rope_scaling.factor", "must be a number"),
-    ({"rope_type": "linear", "factor": True}, "rope_scaling.factor", "must be a number"),
-    ({"rope_type": "linear", "factor": 10**400}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": math.inf}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": -math.inf}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn", "factor": math.nan}, "rope_scaling.factor", "finite"),
-    ({"rope_type": "yarn"}, "rope_scaling.factor", "needs it"),
-    ({"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 32}, "rope_scaling.beta_fast", "smaller"),
-    ({"rope_type": "spiral"}, "rope_scaling.rope_type", "default, linear, ntk, dynamic, yarn"),
-    ({"factor": 2}, "rope_scaling.rope_type", "give one of default, linear"),
-    ({}, "rope_scaling.rope_type", "missing"),
-    ({"rope_type": "linear", "factor": 2, "surprise": 1}, "rope_scaling.surprise", "it takes rope_theta, factor"),
-    ({**LINEAR2, "partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor", "belongs to the model"),
-    ({**LINEAR2, "rope_theta": 1}, "rope_scaling.rope_theta", "greater than 1"),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4},
-        "rope_scaling.short_factor",
-        "8 numbers, one per rotated pair of this model, got 4",
-    ),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7},
-        "rope_scaling.long_factor",
-        "as many numbers",
-    ),
-    (
-        {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7 + [0]},
-        "rope_scaling.long_factor[7]",
-        "greater than 0",
-    ),
-    ({"sliding_attention": LINEAR2}, "rope_scaling.sliding_attention", "it has full_attention"),
-    ({"full_attention": {"rope_type": "x"}}, "rope_scaling.full_attention.rope_type", "default"),
-    ({"full_attention": LINEAR2, "middle": LINEAR2}, "rope_scaling.middle", "full_attention or sliding_attention"),
-    (4, "rope_scaling", "or the name of a profile"),
-    ([YARN], "rope_scaling", "or the name of a profile"),
-    ("", "rope_scaling", "grow, long"),
-]
-
-
-CODES = {  # of the messages above; the others are invalid_value
-    "needs it": "missing_field",
-    "give one of default, linear": "missing_field",
-    "missing": "missing_field",
-    "it takes rope_theta, factor": "unknown_field",
-    "belongs to the model": "unknown_field",
-    "full_attention or sliding_attention": "unknown_field",
-}
-
-
-@pytest.mark.parametrize(("scaling", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-@pytest.mark.parametrize("stream", [False, True])
-def test_invalid_scaling_is_a_400_with_field_and_values(
-    live: Live, scaling: Any, param: str, says: str, stream: bool
-) -> None:
-    import json
-
-    body = json.dumps({"prompt": "a", "stream": stream, "rope_scaling": scaling})  # NaN and Infinity as Python has them
-    error = live.refuse(PATH, body.encode())
-    assert error["param"] == param and says in error["message"] and error["type"] == "invalid_request_error"
-    assert error["code"] == CODES.get(says, "unknown_profile" if scaling == "" else "invalid_value")
-    assert live.engine.requests == []
-
-
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
 def test_non_finite_numbers_have_equal_errors(live: Live, number: str) -> None:
     body = f'{{"prompt": "a", "rope_scaling": {{"rope_type": "yarn", "factor": {number}}}}}'
@@ -264,32 +186,6 @@ def test_too_long_prompt_under_a_scaling_gets_a_hint(live: Live) -> None:
             assert error["code"] == "context_length_exceeded" and f" ({room})" in error["message"], path
         for scaling in (None, {"rope_type": "default"}):
             assert room not in live.refuse(path, {**body, "rope_scaling": scaling})["message"]
-
-
-CODES_OF_UPDATES = {"invalid_value", "missing_field", "unknown_field", "rope_exact_not_allowed"}
-UPDATES = "rope_update should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
-
-
-@pytest.mark.parametrize(
-    ("update", "param", "says"),
-    [
-        *((value, "rope_update", UPDATES) for value in ("sometimes", "", 5, 1.5, [], ["rotate"], True, False)),
-        ({"policy": "never"}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"exact": True}, "rope_update.policy", "missing"),
-        ({"policy": 5}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"policy": "never", "exact": True}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
-        ({"policy": "rotate", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
-        ({"policy": "frozen", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
-        ({"policy": "recompute", "exact": 1}, "rope_update.exact", ""),
-        ({"policy": "recompute", "speed": 1}, "rope_update.speed", "unknown field"),
-        ({"policy": "recompute", "exact": True}, "rope_update.exact", "--rope-policy exact"),
-    ],
-)
-def test_a_wrong_rope_update(live: Live, update: Any, param: str, says: str) -> None:
-    error = live.refuse(PATH, {"prompt": "a", "rope_update": update})
-    assert error["param"] == param and says in error["message"]
-    assert "RopeUpdate" not in error["message"] and error["code"] in CODES_OF_UPDATES
-    assert live.engine.requests == []
 
 
 def test_openapi_document_describes_the_scaling_fields(live: Live) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from helpers.described import description
 from helpers.eventually import in_time
-from helpers.live_server import Live, live_server, parse_events
+from helpers.live_server import Live, live_server, parse_events, server_fixture
 
 from windlass.engine.errors import (
     DeadlineError,
@@ -27,19 +27,13 @@ from windlass.engine.errors import (
 
 COMPLETION = ("/v1/completions", {"prompt": "a", "max_tokens": 100})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100})
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server(deadline_slack=0.1) as live:
-        yield live
+shared = server_fixture(deadline_slack=0.1)
 
 
 @pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    shared.engine.reset()
-    yield shared
-    shared.wait(lambda: shared.state.in_flight == 0 and shared.engine.running == 0)
+def live(live: Live) -> Iterator[Live]:
+    yield live
+    live.wait(lambda: live.state.in_flight == 0 and live.engine.running == 0)
 
 
 FAILURES: list[tuple[Exception, int, str | None]] = [

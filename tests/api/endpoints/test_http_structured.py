@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.eventually import in_time
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import Live, server_fixture
+from helpers.toy_tokenizers import taught
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.workers.pool import Limits
+from windlass.server.text.workers.frames import Limits
 from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -34,29 +31,14 @@ LARK = 'start: NUM ("+" NUM)*\nNUM: /[0-9]+/'
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{% if x %}<think>{% endif %}"
 )
-
-
-def backend() -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    made.add_special_tokens(["<tool_call>", "</tool_call>"])
-    made.add_tokens(["<think>", "</think>"])
-    return made
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    size = backend().get_vocab_size()
-    engine = ScriptedEngine(info=model_info(vocab_size=size, max_model_len=4096))
-    with live_server(engine, template=TEMPLATE, backend=backend(), tool_call_parser="hermes") as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    info = shared.engine.info
-    shared.engine.reset()
-    shared.engine.info = info
-    return shared
+BACKEND = taught(("<tool_call>", "</tool_call>"))
+BACKEND.add_tokens(["<think>", "</think>"])
+shared = server_fixture(
+    template=TEMPLATE,
+    backend=BACKEND,
+    model={"vocab_size": BACKEND.get_vocab_size(), "max_model_len": 4096},
+    tool_call_parser="hermes",
+)
 
 
 def takes(live: Live, grammar: str | None, text: str) -> bool:
@@ -79,31 +61,33 @@ def in_format(schema: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
 
 
+SPELLINGS: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [  # one per kind of grammar, then the others
+    ({"response_format": {"type": "json_object"}}, OBJECT),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}}, POINTS),
+    ({"structured_outputs": {"regex": "(ab)+"}}, ABS),
+    ({"structured_outputs": {"grammar": GBNF}}, SUMS),
+    ({"guided_choice": PETS[0]}, PETS),
+    ({"guided_grammar": LARK}, SUMS),
+    ({"grammar": GBNF}, SUMS),
+    ({"response_format": {"type": "json_object", "schema": POINT}}, POINTS),
+    ({"response_format": {"type": "json_schema", "schema": POINT}}, POINTS),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT, "strict": None}}}, POINTS),
+    ({"structured_outputs": {"json": POINT}}, POINTS),
+    ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS),
+    ({"structured_outputs": {"json_object": True}}, OBJECT),
+    ({"structured_outputs": {"choice": PETS[0]}}, PETS),
+    ({"guided_json": POINT}, POINTS),
+    ({"guided_json": json.dumps(POINT)}, POINTS),
+    ({"guided_regex": "^(ab)+$"}, ABS),
+    ({"guided_grammar": GBNF}, SUMS),
+    ({"json_schema": POINT}, POINTS),
+    ({"json_schema": {}}, (["1", "null", "[]"], ["", "nul"])),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fields", "texts"),
-    [
-        ({"response_format": {"type": "json_object"}}, OBJECT),
-        ({"response_format": {"type": "json_object", "schema": POINT}}, POINTS),
-        ({"response_format": {"type": "json_schema", "schema": POINT}}, POINTS),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}}, POINTS),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT, "strict": None}}}, POINTS),
-        ({"structured_outputs": {"json": POINT}}, POINTS),
-        ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS),
-        ({"structured_outputs": {"json_object": True}}, OBJECT),
-        ({"structured_outputs": {"regex": "(ab)+"}}, ABS),
-        ({"structured_outputs": {"choice": PETS[0]}}, PETS),
-        ({"structured_outputs": {"grammar": GBNF}}, SUMS),
-        ({"guided_json": POINT}, POINTS),
-        ({"guided_json": json.dumps(POINT)}, POINTS),
-        ({"guided_regex": "^(ab)+$"}, ABS),
-        ({"guided_choice": PETS[0]}, PETS),
-        ({"guided_grammar": LARK}, SUMS),
-        ({"guided_grammar": GBNF}, SUMS),
-        ({"grammar": GBNF}, SUMS),
-        ({"json_schema": POINT}, POINTS),
-        ({"json_schema": {}}, (["1", "null", "[]"], ["", "nul"])),
-    ],
-)  # fmt: skip
+    ("fields", "texts"), [*SPELLINGS[:7], *(pytest.param(*row, marks=pytest.mark.slow) for row in SPELLINGS[7:])]
+)
 def test_every_spelling_in_chats_and_completions(
     live: Live, fields: dict[str, Any], texts: tuple[list[str], list[str]]
 ) -> None:
@@ -152,74 +136,6 @@ def test_lax_schema_is_enforced_partially(live: Live, fields: dict[str, Any]) ->
 def test_values_without_effect(live: Live, fields: dict[str, Any]) -> None:
     live.complete("a", **fields)
     assert live.engine.requests[-1].sampling.grammar is None
-
-
-def deep(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "string"}
-    for _ in range(levels):
-        found = {"type": "object", "properties": {"a": found}, "required": ["a"]}
-    return found
-
-
-def recursive() -> dict[str, Any]:
-    return {
-        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
-        "$ref": "#/$defs/node",
-    }
-
-
-PLACE = "response_format"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"response_format": {}}, "response_format", "type"),
-        ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format", "structured_outputs"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"strict": "yes"}}}, "response_format", "strict"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "schema"),
-        ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "xml"),
-        ({"structured_outputs": []}, "structured_outputs", ""),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs", "1 to 4096"),
-        ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "empty"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "text"),
-        ({"guided_choice": ["a"] * 5000}, "guided_choice", "4096"),
-        ({"guided_regex": ""}, "guided_regex", ""),
-        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
-        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "response_format"),
-        ({"guided_json": "{"}, "guided_json", "JSON"),
-        ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
-        ({"guided_json": {"type": "string", "description": "x" * 140_000}}, "guided_json", "131072"),
-        ({"guided_regex": "a" * 140_000}, "guided_regex", "131072"),
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
-        ({"guided_regex": "(?=a)a"}, "guided_regex", "look"),
-        ({"guided_regex": r"(a)\1"}, "guided_regex", "backreference"),
-        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "no output satisfies it"),
-        ({"grammar": 'root ::= "a" | nope'}, "grammar", "nope"),
-        ({"grammar": "root ::= " + "(" * 5000}, "grammar", ""),
-        ({"grammar": "what?"}, "grammar", ""),
-        ({"guided_grammar": "start: nope"}, "guided_grammar", "nope"),
-        ({"guided_grammar": "start: <nope>"}, "guided_grammar", "nope"),
-        (in_format(False), PLACE, "no output satisfies it"),
-        (in_format({"type": "string", "minLength": 5, "maxLength": 2}), PLACE, "minLength"),
-        (in_format({"not": {"type": "string"}}, strict=True), PLACE, "not"),
-        (in_format({"$ref": "http://127.0.0.1:9/schema"}), PLACE, "127.0.0.1"),
-        (in_format({"$ref": "file:///etc/passwd"}), PLACE, "passwd"),
-        (in_format({"$ref": "#"}), PLACE, "no document"),
-        (in_format(recursive()), PLACE, "no document"),
-        (in_format(deep(80)), PLACE, "recursion"),
-        (in_format({"enum": [[]] * 3000, "type": "object"}), PLACE, "nsatisfiable"),
-        (in_format({"type": "string", "pattern": "(a"}), PLACE, "unclosed"),
-    ],
-)  # fmt: skip
-def test_invalid_formats_are_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
-    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER, "stream": True})):
-        error = live.refuse(path, {**body, **fields})
-        assert error["param"] == param and error["code"] and says in error["message"], error
-        assert "<state>" not in error["message"] and len(error["message"]) < 700
-    assert live.engine.requests == []
 
 
 HOSTILE: list[dict[str, Any]] = [

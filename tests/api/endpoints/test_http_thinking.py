@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.chat_chunks import assembled
-from helpers.live_server import TEMPLATE, Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import TEMPLATE, Live, live_server, server_fixture
 
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.engine.sampling.logits_processor import forced_token
@@ -25,41 +21,7 @@ SWITCHED = (
     )
     + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
-
-
-def thinking_tokenizer() -> tokenizers.Tokenizer:
-    """The toy tokenizer, with special tokens as markers, which are not part of the text."""
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<think>", "</think>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    info = model_info(vocab_size=425)
-    engine = ScriptedEngine(info=info)
-    with live_server(engine, template=SWITCHED, backend=thinking_tokenizer()) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(vocab_size=425)
-    return shared
-
-
-def say(live: Live, text: str, **fields: Any) -> list[int]:
-    """Let the engine generate this text."""
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-    for name, value in fields.items():
-        setattr(live.engine, name, value)
-    return ids
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+shared = server_fixture(template=SWITCHED, tokens=("<think>", "</think>"))  # special tokens are not part of the text
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
@@ -73,7 +35,8 @@ def prompt_of(live: Live) -> str:
 )
 def test_thinking_is_separated(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
     """Complete and streamed, whatever the number of tokens per delta; counted up to the end marker."""
-    ids = say(live, text, tokens_per_output=at_once)
+    live.engine.tokens_per_output = at_once
+    ids = live.generate(text)
     answer = live.chat(max_tokens=100)
     message = answer["choices"][0]["message"]
     assert message["content"] == content
@@ -91,7 +54,7 @@ def test_thinking_is_separated(live: Live, text: str, thinking: str | None, cont
 
 
 def test_continued_usage_never_counts_down(live: Live) -> None:
-    say(live, " \n\nfour")  # may start the thinking, but does not
+    live.generate(" \n\nfour")  # may start the thinking, but does not
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = live.stream(PATH, {"messages": USER, "stream_options": options})
     counts = {event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events[:-1]}
@@ -99,7 +62,7 @@ def test_continued_usage_never_counts_down(live: Live) -> None:
 
 
 def test_each_choice_has_its_own_thinking(live: Live) -> None:
-    ids = say(live, "<think>a</think>b")
+    ids = live.generate("<think>a</think>b")
     answer = live.chat(n=3)
     assert [choice["message"]["reasoning"] for choice in answer["choices"]] == ["a"] * 3
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * (len(ids) - 1)
@@ -107,14 +70,14 @@ def test_each_choice_has_its_own_thinking(live: Live) -> None:
 
 def test_a_prompt_that_closes_the_thinking(live: Live) -> None:
     """Without thinking, a template may close it immediately: the answer has none."""
-    say(live, "<think>x</think>")
+    live.generate("<think>x</think>")
     message = live.chat(chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
-    assert prompt_of(live).endswith("<think>\n\n</think>\n\n")
+    assert live.prompt.endswith("<think>\n\n</think>\n\n")
     assert message["content"] == "<think>x</think>" and "reasoning" not in message
 
 
 def test_a_message_continued_inside_its_thinking(live: Live) -> None:
-    say(live, " more</think>done")
+    live.generate(" more</think>done")
     messages = [*USER, {"role": "assistant", "content": "<think>some"}]
     message = live.chat(messages=messages, continue_final_message=True)["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("more", "done")
@@ -133,10 +96,10 @@ def test_a_message_continued_inside_its_thinking(live: Live) -> None:
 )
 def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], begin: str) -> None:
     live.chat(**fields)
-    assert prompt_of(live).startswith(begin)
+    assert live.prompt.startswith(begin)
 
 
-def test_effort_none(live: Live) -> None:
+def test_unknown_effort_is_refused(live: Live) -> None:
     error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
     assert error["param"] == "reasoning_effort"
 
@@ -144,12 +107,12 @@ def test_effort_none(live: Live) -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_earlier_thinking_reaches_the_template(live: Live, name: str) -> None:
     live.chat(messages=[*USER, {"role": "assistant", "content": "4", name: "two and two"}, *USER])
-    assert "[assistant](two and two)4" in prompt_of(live)
+    assert "[assistant](two and two)4" in live.prompt
 
 
 def test_a_model_without_thinking() -> None:
     with live_server() as live:
-        say(live, "<think>a</think>b")
+        live.generate("<think>a</think>b")
         answer = live.chat()
         assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
         assert "completion_tokens_details" not in answer["usage"]
@@ -160,7 +123,7 @@ def test_a_model_without_thinking() -> None:
 
 def test_a_parser_that_the_operator_names() -> None:
     with live_server(reasoning_parser="deepseek_r1") as live:
-        say(live, "a</think>b")  # text markers: the toy tokenizer has no tokens for them
+        live.generate("a</think>b")  # text markers: the toy tokenizer has no tokens for them
         message = live.chat()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("a", "b")
 

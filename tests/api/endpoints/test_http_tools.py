@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
-import tokenizers
 from helpers.chat_chunks import assembled
-from helpers.live_server import Live, live_server
-from helpers.scripted_engine import ScriptedEngine, model_info
-from helpers.toy_tokenizers import byte_level
+from helpers.live_server import Live, live_server, server_fixture
 from pydantic_core import to_jsonable_python
 
 from windlass.server.config.server_options import TOOL_CALL_PARSERS
 from windlass.server.schemas.messages import CustomTool, function_definitions
-from windlass.server.schemas.tools import MAX_ARGUMENTS
 from windlass.server.text.tool_parsers.formats import FORMATS, detect
 
 PATH = "/v1/chat/completions"
@@ -38,28 +34,9 @@ LOOK = {
 FIND = {"type": "function", "function": {"name": "find"}}
 ROME = '{"city": "Rome"}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
-VOCABULARY = 425
-
-
-def tool_tokenizer() -> tokenizers.Tokenizer:
-    """The toy tokenizer, with special tokens as markers, which are not part of the text."""
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
-    return backend
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    engine = ScriptedEngine(info=model_info(vocab_size=VOCABULARY, max_model_len=4096))
-    with live_server(engine, template=TEMPLATE, backend=tool_tokenizer()) as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    shared.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
-    return shared
+MARKERS = ("<tool_call>", "</tool_call>")  # special tokens are not part of the text
+SERVER: dict[str, Any] = {"tokens": MARKERS, "model": {"max_model_len": 4096}}
+shared = server_fixture(template=TEMPLATE, **SERVER)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -68,22 +45,10 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def say(live: Live, text: str) -> None:
-    """Let the engine generate this text."""
-    ids = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.reply, live.engine.eos_after = ids, len(ids)
-
-
-def prompt_of(live: Live) -> str:
-    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
-
-
 def ask(live: Live, **fields: Any) -> dict[str, Any]:
     """The choice of a complete answer, which the stream must equal except for ids of calls."""
     body = {"messages": USER, "max_tokens": 400, **fields}
-    response = live.post(PATH, body)
-    assert response.status_code == 200, response.text
-    choice: dict[str, Any] = response.json()["choices"][0]
+    choice: dict[str, Any] = live.request(PATH, **body)["choices"][0]
     streamed = assembled(live.stream(PATH, body)[:-1])
     assert anonymous(streamed["message"]) == anonymous(choice["message"])
     assert streamed["finish_reason"] == choice["finish_reason"]
@@ -98,7 +63,7 @@ def anonymous(message: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_call_is_parsed_from_the_text(live: Live, at_once: int) -> None:
-    say(live, f"Wait.\n{CALL}\n{CALL}")
+    live.generate(f"Wait.\n{CALL}\n{CALL}")
     live.engine.tokens_per_output = at_once
     choice = ask(live, tools=[LOOK, FIND])
     assert choice["finish_reason"] == "tool_calls"
@@ -111,7 +76,7 @@ def test_call_is_parsed_from_the_text(live: Live, at_once: int) -> None:
 
 
 def test_lone_surrogate_in_a_call(live: Live) -> None:
-    say(live, r'<tool_call>{"name": "a\ud83d", "arguments": "{\"city\": \"\ude00 \ud83d\ude00\"}"}</tool_call>')
+    live.generate(r'<tool_call>{"name": "a\ud83d", "arguments": "{\"city\": \"\ude00 \ud83d\ude00\"}"}</tool_call>')
     call = {"name": "a\ufffd", "arguments": '{"city": "\ufffd \U0001f600"}'}
     assert ask(live, tools=[LOOK])["message"]["tool_calls"][0]["function"] == call
     tool = {"type": "function", "name": "look"}
@@ -122,44 +87,44 @@ def test_lone_surrogate_in_a_call(live: Live) -> None:
     assert (block["name"], block["input"]) == (call["name"], json.loads(call["arguments"]))
 
 
-def test_content_is_null_where_there_is_none(live: Live) -> None:
-    say(live, CALL)
+def test_content_of_a_call_without_text_is_null(live: Live) -> None:
+    live.generate(CALL)
     assert ask(live, tools=[LOOK])["message"]["content"] is None
-    say(live, "Hello.")
+    live.generate("Hello.")
     assert ask(live, tools=[LOOK])["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
 
 
 def test_the_template_shows_the_tools(live: Live) -> None:
     ask(live, tools=[LOOK, FIND | {"function": {"name": "find", "strict": True, "description": None}}])
-    assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})[user]hello")
+    assert live.prompt.startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})[user]hello")
     counted = live.post("/tokenize", {"messages": USER, "tools": [LOOK, FIND]}).json()["tokens"]
     assert counted == live.engine.requests[-1].prompt_token_ids
 
 
 def test_tool_choice_none_shows_tools_without_parsing_calls(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     choice = ask(live, tools=[LOOK], tool_choice="none")
-    assert "look" in prompt_of(live)
+    assert "look" in live.prompt
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == CALL.replace("<tool_call>", "").replace("</tool_call>", "")  # special tokens
 
 
 def test_parallel_calls_disabled(live: Live) -> None:
-    say(live, CALL * 3)
+    live.generate(CALL * 3)
     assert len(ask(live, tools=[LOOK], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(live: Live, mode: str) -> None:
     """A text that names another function is no call, if no grammar prevents it."""
-    say(live, f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
+    live.generate(f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
     choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "look"))
-    assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")
+    assert live.prompt.startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look", "made up"]
     assert (live.engine.requests[-1].sampling.grammar is not None) is (mode == "required")
     if mode == "auto":
         assert choice["message"]["content"] == CALL.replace("look", "find")
-    say(live, CALL + CALL.replace("look", "find"))
+    live.generate(CALL + CALL.replace("look", "find"))
     choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "find", "look", "look"))
     assert len(choice["message"]["tool_calls"]) == 2 and choice["message"]["content"] is None
 
@@ -175,7 +140,7 @@ def test_unsupported_kind_of_tool_is_named(live: Live) -> None:
 
 
 def test_older_form_of_calls(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     choice = ask(live, functions=[LOOK["function"]], function_call="auto")
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "look", "arguments": ROME}
@@ -183,36 +148,36 @@ def test_older_form_of_calls(live: Live) -> None:
 
 
 def test_a_call_cut_short_ends_with_length(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     choice = ask(live, tools=[LOOK], max_tokens=len(CALL) - 40)
     assert choice["finish_reason"] == "length"
 
 
 def test_stop_string_in_a_call_ends_it(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     for stop, arguments in (("Ro", '{"city": "'), ("city", '{"')):
         choice = ask(live, tools=[LOOK], stop=[stop])
         assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
         older = ask(live, functions=[LOOK["function"]], stop=[stop])
         assert older["finish_reason"] == "stop" and older["message"]["function_call"]["arguments"] == arguments
-    say(live, f"{CALL} Done")
+    live.generate(f"{CALL} Done")
     assert ask(live, tools=[LOOK], stop=["Done"])["finish_reason"] == "tool_calls"
-    say(live, CALL + CALL.replace("Rome", "Oslo"))
+    live.generate(CALL + CALL.replace("Rome", "Oslo"))
     first, second = (both := ask(live, tools=[LOOK], stop=["slo"]))["message"]["tool_calls"]
     assert both["finish_reason"] == "stop" and first["function"]["arguments"] == ROME
     assert second["function"]["arguments"] == '{"city": "O'
-    say(live, CALL.replace(ROME, '{"city": Rome}'))  # the model's own fault
+    live.generate(CALL.replace(ROME, '{"city": Rome}'))  # the model's own fault
     for stop in (None, ["\n</tool"]):
         assert ask(live, tools=[LOOK], stop=stop)["finish_reason"] == "tool_calls"
-    say(live, CALL.replace('"Rome"', "[" * 3000))
+    live.generate(CALL.replace('"Rome"', "[" * 3000))
     assert ask(live, tools=[LOOK], stop=["\n</tool"], max_tokens=3900)["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_stop_string_before_the_arguments_of_a_second_call(live: Live, required: bool) -> None:
     """The first call is complete; the start of the second one stays in the text if content is permitted."""
-    say(live, CALL + CALL.replace("look", "find"))
+    live.generate(CALL + CALL.replace("look", "find"))
     choice = ask(live, tools=[LOOK, FIND], stop=['find"'], tool_choice="required" if required else "auto")
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": ROME}
@@ -221,7 +186,7 @@ def test_a_stop_string_before_the_arguments_of_a_second_call(live: Live, require
 
 
 def test_each_choice_has_its_own_calls(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], "n": 3}
     choices = live.post(PATH, body).json()["choices"]
     assert [len(choice["message"]["tool_calls"]) for choice in choices] == [1, 1, 1]
@@ -232,7 +197,7 @@ def test_each_choice_has_its_own_calls(live: Live) -> None:
 
 
 def test_a_round_trip(live: Live) -> None:
-    say(live, CALL)
+    live.generate(CALL)
     message = ask(live, tools=[LOOK])["message"] | {"parsed": {"as": "the openai package leaves it"}}
     message["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Rome"}
     result = {
@@ -240,9 +205,9 @@ def test_a_round_trip(live: Live) -> None:
         "tool_call_id": message["tool_calls"][0]["id"],
         "content": [{"type": "text", "text": "sun"}],
     }
-    say(live, "Sunny.")
+    live.generate("Sunny.")
     assert ask(live, tools=[LOOK], messages=[*USER, message, result])["message"]["content"] == "Sunny."
-    assert prompt_of(live).endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
+    assert live.prompt.endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
 
 
 @pytest.mark.parametrize("arguments", ['{"a":', "Rome", "[1]", "[" * 10_000, '{"a": NaN}', '{"a": 1e301}'])
@@ -250,76 +215,27 @@ def test_arguments_other_than_objects_are_shown_as_text(live: Live, arguments: s
     """Any output of a model must be accepted, or the conversation could not continue."""
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "a", "content": "no"}
-    live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=20_000)
+    live.engine.info = replace(live.engine.info, max_model_len=20_000)
     for made, answer in (
         ({"tool_calls": [call]}, result),
         ({"function_call": call["function"]}, {"role": "function", "name": "look", "content": "no"}),
     ):
         ask(live, messages=[*USER, {"role": "assistant", **made}, answer])
         shown = json.dumps({"name": "look", "arguments": {"arguments": arguments}}, ensure_ascii=False)
-        assert prompt_of(live).endswith(
-            f"<tool_call>{shown}</tool_call>[{answer['role'].replace('function', 'tool')}]no"
-        )
+        assert live.prompt.endswith(f"<tool_call>{shown}</tool_call>[{answer['role'].replace('function', 'tool')}]no")
 
 
 def test_chat_accepts_the_tools_of_messages(live: Live) -> None:
     """`windlass replay` sends recorded messages with tools as chats."""
     (offered,) = function_definitions([CustomTool(name="x" * 128, input_schema={})])
-    say(live, "Hello.")
+    live.generate("Hello.")
     assert ask(live, tools=[to_jsonable_python(offered, exclude_none=True)])["message"]["content"] == "Hello."
-    assert "x" * 128 in prompt_of(live)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
-         "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"title": "y" * 140_000}}}]},
-         "tools[0].function.parameters"),
-        ({"tools": [LOOK, LOOK]}, "tools"),
-        ({"tools": [LOOK] * 129}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": f"f{i}", "description": "y" * 90_000}} for i in range(12)]},
-         "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": allowed("auto")}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": allowed("auto", *["look"] * 129)}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": allowed("sometimes", "look")}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": allowed("auto", "look", "find")}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["look"]}}},
-         "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "look"}]}}, "tool_choice"),
-        ({"tools": [LOOK], "functions": [LOOK["function"]]}, "functions"),
-        ({"function_call": {"name": "look"}}, "function_call"),
-        ({"functions": [LOOK["function"]], "function_call": {"name": "find"}}, "function_call"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}},
-            {"id": "b", "type": "function", "function": {"name": "look", "arguments": ["Rome"]}}]}]},
-         "messages[1].tool_calls[1].function.arguments"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look", "arguments": 1}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[" * (MAX_ARGUMENTS + 1)}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
-        ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[1].tool_call_id"),
-    ],
-)  # fmt: skip
-def test_invalid_fields_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
-    error = live.refuse(PATH, {"messages": USER, **fields})
-    assert error["param"] == param and error["code"]
+    assert "x" * 128 in live.prompt
 
 
 def test_server_without_call_parser() -> None:
-    with live_server(template=TEMPLATE, backend=tool_tokenizer(), tool_call_parser="none") as live:
-        live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
-        say(live, "x " + CALL)
+    with live_server(template=TEMPLATE, tool_call_parser="none", **SERVER) as live:
+        live.generate("x " + CALL)
         assert "tool_calls" not in ask(live, tools=[LOOK])["message"]
         assert (
             live.refuse(PATH, {"messages": USER, "tools": [LOOK], "tool_choice": "required"})["param"] == "tool_choice"
@@ -327,7 +243,7 @@ def test_server_without_call_parser() -> None:
 
 
 def test_the_openai_package_reads_calls(live: Live) -> None:
-    say(live, f"Wait. {CALL}")
+    live.generate(f"Wait. {CALL}")
     offer: dict[str, Any] = {"model": "toy", "messages": USER, "tools": [LOOK], "max_tokens": 400}
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(**offer)
@@ -345,9 +261,8 @@ def test_a_template_of_single_calls_gets_one() -> None:
         TEMPLATE
         + "{% if false %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     )
-    with live_server(template=template, backend=tool_tokenizer()) as live:
-        live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
-        say(live, CALL * 2)
+    with live_server(template=template, **SERVER) as live:
+        live.generate(CALL * 2)
         assert len(ask(live, tools=[LOOK])["message"]["tool_calls"]) == 1
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 from helpers.live_server import Live, live_server
 from helpers.raw_client import (
@@ -25,6 +29,7 @@ from helpers.raw_client import (
 )
 
 from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings, client_network
+from windlass.server.http.server import HttpServer
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}
@@ -331,3 +336,49 @@ def test_timeouts_start_at_the_latest_event():
     now = 2000.0
     connections.sweep()
     assert two.ends == ["aborted"] and len(connections) == 0
+
+
+# ---- handover to another server ---------------------------------------------------------------------------------------
+def test_a_retired_server_announces_that_connections_close() -> None:
+    async def main() -> None:
+        half, retired = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            """Half an answer, and once the server has retired the rest."""
+            if scope["type"] != "http":
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            half.set()
+            await retired.wait()
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        held = listener.dup()  # another server accepts later
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = HttpServer(app, listener, ConnectionSettings(), max_header_bytes=65536)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(limits=limits, timeout=10) as client:
+            begun = asyncio.create_task(client.get(url))
+            await asyncio.wait_for(half.wait(), 30)
+            server.retire()
+            retired.set()
+            first = await begun
+            again = await client.get(url)  # over the same connection: no other is accepted
+            assert (first.text, again.text) == ("halfwhole", "halfwhole")
+            assert "connection" not in first.headers and again.headers["connection"] == "close"
+            await asyncio.sleep(1.2)  # uvicorn has renewed its headers
+            assert len(server.registry) == 0
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get(url, timeout=httpx.Timeout(10, read=0.3))  # it is in the listener's queue
+        accepted, _ = held.accept()
+        assert accepted.recv(4) == b"GET "
+        accepted.close()
+        held.close()
+        await server.stop(1)
+        await serving
+
+    asyncio.run(main())

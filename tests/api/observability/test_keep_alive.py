@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 EVENT = b"data: {}\n\n"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Connection:
     """A server's handling of messages: in order, each once the client has read enough, none after the last."""
 

@@ -1,7 +1,7 @@
-"""The real engine core over a model of numbers: its scheduler and its paged cache, with a runner that computes nothing.
+"""The real engine core with its scheduler and paged cache, and a runner that computes numbers instead of tensors.
 
-Replaced are the model, the rows of the rotary tables, grammars, and the files of adapters. It knows of its process only how to
-let time pass, and whether something goes wrong.
+The model, the rows of the rotary tables, grammars, and the files of adapters are replaced. The process provides simulated time
+and faults.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from helpers.cache_invariants import assert_balanced, assert_consistent
+from helpers.scripted_engine import model_info
 from simulation.faults import INJECTED
 from simulation.invariants import check_bounds
 from simulation.model import EOS, GROUPS, PLANNER, VOCAB, PagedKeys, draw, frequencies_of, key_of
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedCore(EngineCore):
-    """The real core over a model of numbers."""
+    """The real core over `simulation.model`."""
 
     def __init__(self, config: EngineConfig, process: EngineProcess) -> None:
         plan = process.world.plan
@@ -72,7 +73,7 @@ class SimulatedCore(EngineCore):
         super().add(request)
 
     def check_books(self) -> list[str]:
-        """What an engine without work still holds."""
+        """Return the resources that an engine without work still holds."""
         found = []
         if self.scheduler.has_work() or len(self._grammar_queue):
             found.append(f"{len(self.scheduler.live_sequences())} sequences are left")
@@ -121,7 +122,7 @@ class CountedRows:
 
 
 class SimulatedAdapters(AdapterManager):
-    """Adapters without files: reading one takes a while, and the disk may fail."""
+    """Adapters without files. Reading takes simulated time, and may fail."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.loaded = LoadedAdapters(4, (), None)  # type: ignore[arg-type]
@@ -148,12 +149,12 @@ class _Adapter:
 
 
 def adapter_of(source: AdapterSource) -> Any:
-    """What a runner knows of an adapter, which here is its number alone."""
+    """Return a loaded adapter, which has no weights here."""
     return _Adapter(AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, source.name))
 
 
 class SimulatedRunner:
-    """Follows plans as the real runner does and keeps numbers for keys. See `simulation.model`."""
+    """Applies scheduler outputs as the real runner does, and stores numbers as keys. See `simulation.model`."""
 
     def __init__(self, process: EngineProcess, num_blocks: int, block_size: int, tables: CountedRows) -> None:
         self._process = process
@@ -164,7 +165,7 @@ class SimulatedRunner:
         self._frequencies: dict[int, int] = {}  # by row
 
     def join(self) -> None:
-        """See `RankRunner.join`: there is no device beside it."""
+        """See `RankRunner.join`: no device is used."""
 
     def apply(self, plan: SchedulerOutput) -> None:
         self.input_batch.apply(plan)
@@ -220,30 +221,19 @@ class SimulatedRunner:
 
 
 def _info(config: EngineConfig, plan: Plan) -> ModelInfo:
-    return ModelInfo(
+    return model_info(
         path=config.model,
         architecture="SimulatedForCausalLM",
         vocab_size=VOCAB,
         max_model_len=plan.max_model_len,
         trained_len=24,
-        dtype="float32",
-        weight_dtype="float32",
-        kv_cache_dtype="float32",
-        quantization=None,
-        device="cpu",
-        num_parameters=1000,
         num_layers=1,
         block_size=plan.block_size,
         num_kv_blocks=(plan.num_blocks,),
-        kv_cache_bytes=1 << 20,
-        kv_bytes_per_token=64,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=(EOS,),
         rotary_groups=GROUPS,
         model_rotary_groups=GROUPS,
-        weight_bytes=1 << 20,
-        load_seconds=0.1,
-        shift_context=plan.max_model_len,
         fingerprint="simulated",
     )

@@ -1,8 +1,8 @@
-"""A simulated engine process: the real process body and engine loop, with time that is simulated.
+"""A simulated engine process: the real process body and engine loop in simulated time.
 
-The process body is a greenlet that gives way to the event loop wherever a real one would wait: for a message, or while a step
-computes. So the parent's messages come in the middle of steps, and it can be killed anywhere. Replaced is what the operating
-system gives: processes, sockets, signs of life. What runs in it is `core`'s.
+The process body is a greenlet that switches to the event loop wherever a real process would wait: for a message, or during a
+step. Therefore messages of the parent arrive during steps, and the process can be killed at any point. Processes, sockets and
+process activity are replaced. The process runs a `core`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIGKILL = -9
 
 
 class EngineProcess:
-    """What `windlass.engine.client.child_process.ChildProcess` is to its client. Its `process` is itself."""
+    """Replaces `windlass.engine.client.child_process.ChildProcess`. Its `process` is itself."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class EngineProcess:
         self.stuck = self.stopped = False
         self._dying = False
         self.forgotten = False
-        self.answered: set[str] = set()  # ids of requests that had a token
-        self.given: set[str] = set()  # ids of requests that came here
+        self.answered: set[str] = set()  # ids of requests with a token
+        self.given: set[str] = set()  # ids of received requests
         self.last_planned: set[str] = set()
         self._body = greenlet.greenlet(self._run)
         self._theirs.open(_EngineSide(self))
         world.loop.call_later(0.01, self.resume)
 
-    # ---- what the client asks ----------------------------------------------------------------------------------------
+    # ---- called by the client ----------------------------------------------------------------------------------------
     def load(self, config: EngineConfig) -> None:
         self.socket.end.write(encode(Load(config)))
 
@@ -87,7 +87,7 @@ class EngineProcess:
         return self.returncode
 
     def kill(self, *, reap: bool = True) -> None:
-        """SIGKILL: it is gone a moment later."""
+        """SIGKILL: it ends a moment later."""
         self._dying = True
         self.world.loop.call_later(0.002, self.die, SIGKILL)
 
@@ -106,14 +106,14 @@ class EngineProcess:
 
     @property
     def used_seconds(self) -> float:
-        """Processor time since it began."""
+        """Processor time since the start."""
         since = self._computing_since
         return self._used + (0.0 if since is None else self.world.loop.time() - since)
 
     def describe_end(self) -> str:
         return "it closed its connection" if self.returncode is None else f"exit code {self.returncode}"
 
-    # ---- what its body asks ------------------------------------------------------------------------------------------
+    # ---- called by the body ------------------------------------------------------------------------------------------
     def emit(self, message: Message) -> None:
         if isinstance(message, Crashed) and message.reason and INJECTED not in message.reason:
             self.world.violation(f"the engine crashed by itself: {message.reason}")
@@ -129,13 +129,13 @@ class EngineProcess:
         self.sleep(0.001)
 
     def sleep(self, seconds: float | None) -> None:
-        """Give way for so long; None: for ever."""
+        """Switch to the event loop for some seconds; None: forever."""
         if seconds is not None:
             self.world.loop.call_later(seconds, self.resume)
         greenlet.getcurrent().parent.switch()
 
     def compute(self, seconds: float) -> None:
-        """Use the processor for so long, which may go wrong."""
+        """Use the processor for some seconds, with faults."""
         happens = self.world.happens
         if happens("step crashes"):
             raise RuntimeError(f"{INJECTED}: a kernel failed")
@@ -162,13 +162,13 @@ class EngineProcess:
         self._used, self._computing_since = self.used_seconds, None
 
     def resume(self) -> None:
-        """Let the body go on until it gives way again."""
+        """Run the body until it waits again."""
         if self.returncode is not None or self.stuck:
             return
         self._used += 1e-4
         self._body.switch()
 
-    # ---- its life ----------------------------------------------------------------------------------------------------
+    # ---- start and end ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         code = serve(self._make_core, self)
         self.world.loop.call_soon(self.die, code)
@@ -183,7 +183,7 @@ class EngineProcess:
         return self.core
 
     def die(self, code: int) -> None:
-        """Its end, whatever it does: what it has not sent is lost."""
+        """End immediately; data that was not sent is lost."""
         if self.returncode is not None:
             return
         self.returncode = code
@@ -226,7 +226,7 @@ class _EngineSide(asyncio.Protocol):
 
 
 class _Inbox:
-    """A `SimpleQueue` whose reader gives way instead of blocking."""
+    """A `SimpleQueue` whose reader switches to the event loop instead of blocking."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
@@ -262,14 +262,14 @@ class _Inbox:
 
 
 class _Nothing:
-    """What a dead engine has left: nothing that anybody reads."""
+    """Recorder and stacks of a dead engine, which are empty."""
 
     def read(self) -> str:
         return ""
 
 
-class SignsOfLife:
-    """What `windlass.engine.client.supervision.ProcessActivity` is."""
+class SimulatedActivity:
+    """Replaces `windlass.engine.client.supervision.ProcessActivity`."""
 
     def __init__(self, world: World, pid: int) -> None:
         self._process = world.processes[pid]

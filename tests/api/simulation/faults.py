@@ -1,7 +1,7 @@
-"""What may go wrong, and whether it does: drawn from the seed at every point at which something could.
+"""Faults, drawn from the seed at every point at which one could happen.
 
-A seed enables some kinds of faults, each with a rate of its own, so that some runs have many of one kind and others none at all.
-Every point is numbered: the same seed has the same faults at the same points. It does not know what a fault does.
+A seed enables some kinds of faults with separate rates, so that some runs have many of one kind and others none. The same seed
+has the same faults at the same points. The effects of faults are implemented by the callers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 INJECTED = "injected"  # in the message of every error that a fault raises
 
-# The kinds, and the most of a rate: of points of a kind at which it happens.
+# Kinds, and the highest rate of each: the share of points at which it happens.
 ENGINE = {
     "step crashes": 0.03,
     "step has no memory": 0.03,
     "engine is killed": 0.02,
-    "engine stands still": 0.01,  # asleep for ever
-    "engine is stopped": 0.01,  # by a signal, for ever
-    "engine is stopped for a moment": 0.02,  # and nobody may take it for dead
-    "no engine can be started": 0.5,  # for want of memory, or of descriptors
+    "engine stands still": 0.01,  # asleep forever
+    "engine is stopped": 0.01,  # by a signal, forever
+    "engine is stopped for a moment": 0.02,  # it must not be considered dead
+    "no engine can be started": 0.5,  # without memory or descriptors
     "engine computes for ever": 0.006,
     "step is slow": 0.2,
     "logits are not finite": 0.05,
@@ -30,7 +30,7 @@ ENGINE = {
 }
 NETWORK = {
     "connection is reset": 0.02,
-    "process stands still": 0.01,  # the clock jumps for everybody in it
+    "process stands still": 0.01,  # the clock jumps for all its parts
     "clock on the wall is set": 0.01,
     "piece is late": 0.1,
 }
@@ -42,27 +42,27 @@ TEXT = {
 }
 CLIENTS = {"client is slow": 0.7, "client stops reading": 0.6, "client leaves": 0.5, "client sends slowly": 0.3}
 KINDS = {**ENGINE, **NETWORK, **TEXT, **CLIENTS}
-SHARE = 0.25  # of the kinds that a seed enables
+SHARE = 0.25  # mean share of kinds that a seed enables
 
 
 @dataclass
 class Faults:
-    """at: points asked so far, by kind. log: (seconds, kind, of what) of what happened."""
+    """at: number of points so far, by kind. log: (seconds, kind, object) of the faults."""
 
     rng: random.Random
     rates: dict[str, float] = field(default_factory=dict)
     at: Counter[str] = field(default_factory=Counter)
     log: list[tuple[float, str, str]] = field(default_factory=list)
-    over: bool = False  # nothing goes wrong any more
+    over: bool = False  # no further faults
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Faults:
-        chosen = rng.random() * 2 * SHARE  # some seeds have hardly any
+        chosen = rng.random() * 2 * SHARE  # some seeds have few
         rates = {kind: most * rng.random() for kind, most in KINDS.items() if rng.random() < chosen}
         return cls(rng, rates)
 
     def happens(self, kind: str, now: float, of: str = "") -> bool:
-        """Whether it goes wrong at this point."""
+        """Whether the fault happens at this point. of: the affected object."""
         self.at[kind] += 1
         if self.over or self.rng.random() >= self.rates.get(kind, 0.0):
             return False
@@ -70,7 +70,7 @@ class Faults:
         return True
 
     def between(self, begin: float, end: float, *kinds: str) -> list[str]:
-        """Those of these kinds that happened within this time, with what they happened to."""
+        """Objects of the faults of these kinds between two times."""
         return [of for at, kind, of in self.log if kind in kinds and begin <= at <= end]
 
     def happened(self, *kinds: str) -> bool:

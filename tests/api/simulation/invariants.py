@@ -1,4 +1,4 @@
-"""What is promised, checked from outside: by what clients saw, by the books when all is over, and by bounds meanwhile."""
+"""Guarantees, checked from outside: records of clients, resources at the end, and limits during steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from windlass.engine.scheduling.scheduler import Scheduler
 
 WRITE_SECONDS = 15.0
-SLACK = 0.5  # seconds that the server allows the engine past a deadline
+SLACK = 0.5  # seconds that the server grants the engine after a deadline
 FAREWELL = 5.0  # and a client that does not read, for its error event
 DOWN = ("engine_unavailable",)
 DEADLY = (
@@ -34,7 +34,7 @@ TEXT_FAULTS = (
 
 
 def check_bounds(world: World, scheduler: Scheduler) -> None:
-    """In the middle of a step: nothing has grown past what it may be."""
+    """Check limits during a step."""
     plan, seqs = world.plan, world.plan.scheduling
     never_ran = sum(seq.first_scheduled_time is None for seq in scheduler._queues.waiting)
     for what, count, most in (
@@ -48,7 +48,7 @@ def check_bounds(world: World, scheduler: Scheduler) -> None:
 
 
 def check_books(world: World) -> None:
-    """When nothing is in progress nothing is held."""
+    """Check that an idle server holds no resources."""
     state = world.state
     if state.in_flight:
         world.violation(f"{state.in_flight} exchanges are left")
@@ -86,7 +86,7 @@ def check_books(world: World) -> None:
 
 
 def check_records(world: World) -> None:
-    """Every request has ended once, with the right outcome."""
+    """Check that every request ended once, with the right outcome."""
     for record in world.records:
         for found in _wrong(world, record):
             world.violations.append(f"request {record.ask.request_id}: {found}")
@@ -125,7 +125,7 @@ def _wrong(world: World, record: Record) -> list[str]:
 
 
 def _wrong_text(record: Record) -> list[str]:
-    """What came is what the request's own tokens come to, as far as it came."""
+    """The received text must be a prefix of the expected text."""
     found = []
     for index, text in record.texts.items():
         expected = record.ask.choices[index] if record.ask.choices and index < len(record.ask.choices) else None
@@ -140,7 +140,7 @@ def _wrong_text(record: Record) -> list[str]:
 
 
 def _unfinished(record: Record) -> list[str]:
-    """Of an answer without an error: every choice is whole, has the right reason, and the counts are right."""
+    """An answer without an error must have complete choices with the right finish reasons and token counts."""
     found, ask = [], record.ask
     assert ask.choices is not None
     for index, expected in enumerate(ask.choices):
@@ -159,27 +159,27 @@ def _unfinished(record: Record) -> list[str]:
 
 
 def _may_break(world: World, record: Record) -> bool:
-    """Whether there is a reason for a connection to end before its answer."""
+    """Whether a connection had a reason to end before its answer."""
     begin, end = record.sent_at - 1.0, record.ended_at
     ask = record.ask
     reset = ask.request_id in world.faults.between(begin, end, "connection is reset")
     slow = ask.reader in ("slow", "stops") or ask.sender != "quick"
     lagged = any(seconds >= 1.0 for at, seconds in world.stood_still if begin - seconds <= at <= end)
-    # Through a small window, and late again and again, no byte may get through for as long as a client may take none.
+    # With a small window and many late pieces, no byte may arrive within the write timeout.
     late = sum(kind == "piece is late" and begin <= at <= end for at, kind, _ in world.faults.log)
     long = late >= 5 and world.plan.window < 65536 and end - begin >= WRITE_SECONDS
     return long or reset or slow or lagged or world.plan.max_connections < 10 or not ask.fresh
 
 
 def _wrong_error(world: World, record: Record) -> list[str]:
-    """Whether an error has its reason."""
+    """An error must have a reason."""
     ask, faults, (code,) = record.ask, world.faults, record.codes[:1]
     begin, end = record.sent_at, record.ended_at
     match code:
         case "engine_unavailable":
             good = _was_down(world, begin, end) or bool(world.engine.failure)
             if world.replicas > 1:
-                good = _had_to_be_told(world, record) or bool(world.engine.failure)
+                good = _had_to_fail(world, record) or bool(world.engine.failure)
         case "deadline_exceeded":
             good = ask.timeout is not None and end - begin >= ask.timeout
         case "queue_full":
@@ -208,12 +208,12 @@ def _wrong_error(world: World, record: Record) -> list[str]:
     return [] if good else [f"it got {record.status} {record.errors[0]}, for which there is no reason"]
 
 
-def _had_to_be_told(world: World, record: Record) -> bool:
-    """Whether an engine had begun with the request that died, or none was there that could have taken it."""
+def _had_to_fail(world: World, record: Record) -> bool:
+    """Whether an engine died that had started the request, or no other engine could compute it."""
     begin, end = record.sent_at, record.ended_at
     full = record.ask.request_id in world.turned_away  # the other engine's queue was full
     if record.ask.path == "/v1/load_lora_adapter":
-        # All that are there are asked, and one that comes in the meantime is not.
+        # The request is sent to all engines that are ready, and to none that starts later.
         asked = sum(at <= begin for at in world.ready) - sum(at <= begin for at in world.deaths)
         if sum(begin <= at <= end for at in world.deaths) >= asked:
             return True
@@ -230,7 +230,7 @@ def _had_to_be_told(world: World, record: Record) -> bool:
 
 
 def _was_down(world: World, begin: float, end: float) -> bool:
-    """Whether there was no engine at some moment between these, or its parent had not heard of it yet."""
+    """Whether no engine was ready at some time of an interval, or its parent was not notified yet."""
     for death in world.deaths:
         again = min((at for at in world.ready if at > death), default=end)
         still = sum(seconds for at, seconds in world.stood_still if again <= at <= begin + seconds)
@@ -240,7 +240,7 @@ def _was_down(world: World, begin: float, end: float) -> bool:
 
 
 def _late(world: World, record: Record) -> list[str]:
-    """No request outlives its deadline in the server, but for a while that its client takes to be told."""
+    """No request may outlive its deadline in the server by more than the time that its error needs."""
     ask = record.ask
     times = world.exchanges.get(ask.request_id)
     if ask.timeout is None or times is None:
@@ -249,8 +249,8 @@ def _late(world: World, record: Record) -> list[str]:
     if end is None:
         return ["its exchange never ended"]
     still = sum(seconds for at, seconds in world.stood_still if begin - seconds <= at <= end)
-    told = 0.0 if ask.reader == "quick" and world.plan.window >= 65536 else FAREWELL
-    allowed = ask.timeout + SLACK + told + still + 0.1
+    farewell = 0.0 if ask.reader == "quick" and world.plan.window >= 65536 else FAREWELL
+    allowed = ask.timeout + SLACK + farewell + still + 0.1
     return (
         [f"it was served for {end - begin:.2f} s with a timeout of {ask.timeout:g} s"] if end - begin > allowed else []
     )

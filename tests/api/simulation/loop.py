@@ -1,7 +1,7 @@
-"""An asyncio event loop whose clock is simulated: where nothing is left to do now, it is the time of the next timer at once.
+"""An asyncio event loop with a simulated clock: when no work is left, the clock jumps to the next timer.
 
-Responsible for time, for work that real loops give to threads, and for connections, which `network` makes. Everything happens in
-one thread and in an order that follows from the seed alone. It knows nothing of servers or engines.
+It provides time, the work of threads, and connections, which `network` makes. Everything happens in one thread, in an order that
+depends on the seed only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ WALL_START = 1_800_000_000.0
 
 
 class StuckError(AssertionError):
-    """Something is awaited, and nothing is left that could ever end the wait."""
+    """A wait can never end, because no timer is left."""
 
 
 class _Clockwork:
-    """Takes the place of a selector: it never waits, and moves the clock instead."""
+    """Replaces a selector: it never waits, and moves the clock instead."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
@@ -39,7 +39,7 @@ class _Clockwork:
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """delay: seconds that a piece of work on a thread takes; it may raise in the work's place."""
+    """delay: returns the seconds of a piece of work on a thread; it may raise instead of the work."""
 
     def __init__(self, delay: Callable[[str], float]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._selector = _Clockwork(self)
         self._delay = delay
         self._readers: dict[Any, Callable[[], None]] = {}
-        self.failures: list[str] = []  # what nobody caught
+        self.failures: list[str] = []  # unhandled errors
         self.set_exception_handler(self._note)
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -59,18 +59,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._now + self._wall
 
     def jump_to_next_timer(self) -> None:
-        """Be at the time of the next timer."""
+        """Advance to the time of the next timer."""
         self._now = max(self._now, self._scheduled[0].when())
 
     def stand_still(self, seconds: float) -> None:
-        """The whole process is stopped for so long: timers that were due meanwhile are late."""
+        """Stop the process for some seconds: timers that were due meanwhile are late."""
         self._now += seconds
 
     def set_wall_clock(self, seconds: float) -> None:
-        """Somebody sets the clock on the wall forward, or back."""
+        """Set the wall clock forward or back."""
         self._wall += seconds
 
-    # ---- what BaseEventLoop leaves open ------------------------------------------------------------------------------
+    # ---- abstract methods of BaseEventLoop ------------------------------------------------------------------------------
     def _process_events(self, events: list[Any]) -> None:
         pass
 
@@ -83,7 +83,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # ---- threads -----------------------------------------------------------------------------------------------------
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """The work is done in one go after a simulated while."""
+        """Run the work at once, after a simulated delay."""
         future: asyncio.Future[Any] = self.create_future()
         name = getattr(func, "__qualname__", "")
 
@@ -117,7 +117,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._readers.pop(fd, None) is not None
 
     def readable(self, fd: Any) -> None:
-        """A listener has somebody waiting; whoever reads from it is told, now and whenever it begins to read."""
+        """Call the reader of a listener with waiting connections."""
         if (callback := self._readers.get(fd)) is not None:
             self.call_soon(callback)
 
@@ -140,7 +140,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 @contextlib.contextmanager
 def simulated_time(loop: SimulatedLoop) -> Iterator[None]:
-    """Whoever asks for the time meanwhile gets the loop's."""
+    """Replace the clocks of `time` with that of the loop."""
     with (
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(time, "perf_counter", loop.time),

@@ -1,9 +1,8 @@
-"""A model that computes nothing and forgets nothing: its next token is a pure function of the request's own tokens.
+"""A model without tensors, whose next token is a pure function of the request's tokens.
 
-The key of a token depends on the token, its position, the frequencies and the adapter it is computed under. Keys are written
-to the slots of the paged cache and read back through the block tables, all of them for every token, as attention does. So a
-block that is shared wrongly, given back too early or not written shows as another token, and `answer`, which knows neither
-blocks nor batches, says which one was right.
+The key of a token depends on the token, its position, the frequencies and the adapter. Keys are written to the slots of the paged
+cache and read through the block tables, all of them for every token, as attention does. Therefore a block that is shared wrongly,
+freed too early or not written changes a token. `answer` computes the expected tokens without blocks or batches.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _PRIME = (1 << 61) - 1
 
 @functools.lru_cache(4096)
 def frequencies_of(specs: tuple[RotarySpec, ...]) -> int:
-    """A number for what a step rotates by."""
+    """Return a number for the frequencies of a step."""
     return zlib.crc32("".join(spec.fingerprint for spec in specs).encode())
 
 
 def key_of(token: int, position: int, frequencies: int, adapter: int | None) -> int:
-    """What stands in the cache for a token."""
+    """Return the cached number of a token."""
     mixed = (token + 1) * 0x9E3779B97F4A7C15 + (position + 1) * 0xC2B2AE3D27D4EB4F + frequencies * 0x165667B19E3779F9
     return (mixed ^ (mixed >> 29)) * (3 + 2 * (adapter or 0)) % _PRIME
 
 
 def draw(keys: int, seed: int, index: int, num_output: int) -> int:
-    """The token after all keys, whose sum is given: a letter, or now and then the end."""
+    """Return the token after keys with this sum: a letter, or occasionally the end."""
     mixed = (keys * 0xD6E8FEB86659FD93 + seed * 0xA0761D6478BD642F + index * 0xE7037ED1A0B428DB + num_output) % _PRIME
     mixed = (mixed ^ (mixed >> 31)) * 0x8EBC6AF09C88C6E3 % _PRIME
     return EOS if mixed % 23 == 0 else LETTERS[mixed // 23 % len(LETTERS)]
@@ -48,7 +47,7 @@ def draw(keys: int, seed: int, index: int, num_output: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: all of them, with the end. text: without the end and what a stop string cut. finish: as the API tells it."""
+    """tokens: including the end. text: without the end, up to a stop string. finish: as in the API."""
 
     tokens: tuple[int, ...]
     text: str
@@ -65,7 +64,7 @@ def answer(
     adapter: int | None = None,
     stops: Sequence[str] = (),
 ) -> Answer:
-    """What a sample must come to, from nothing but its request."""
+    """Return the expected answer of a sample, computed from its request only."""
     tokens, drawn, text = list(prompt), [], ""
     sums: dict[int, int] = {}  # keys of the prompt and the output so far, by frequencies
     counts: dict[int, int] = {}
@@ -90,7 +89,7 @@ def answer(
 
 
 class PagedKeys:
-    """The pages of the cache: one number for each slot. Nothing is ever wiped, as on a device."""
+    """The paged cache: one number per slot. As on a device, slots are never cleared."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._size = block_size
@@ -104,7 +103,7 @@ class PagedKeys:
         self._slots[table[slot // self._size] * self._size + slot % self._size] = key
 
     def total(self, table: Sequence[int], end: int) -> int:
-        """The sum of what stands in the first `end` slots of a table."""
+        """Return the sum of the first `end` slots of a table."""
         size, slots = self._size, self._slots
         whole, rest = divmod(end, size)
         total = sum(sum(slots[block * size : (block + 1) * size]) for block in table[:whole])

@@ -1,8 +1,7 @@
-"""A simulated network: connections whose bytes come in pieces and late, in order on each and in any order between them.
+"""A simulated network: bytes arrive in pieces and late, in order on each connection.
 
-A connection has two ends, both asyncio transports. What an end has written and the other has not taken yet fills a window, as the
-buffers of two kernels do; what does not fit waits in the writer's own buffer, and its protocol is told to pause, as asyncio does.
-It knows bytes and nothing of what they mean.
+A connection has two ends, both asyncio transports. Bytes that were written and not read yet fill a window, like the buffers of
+two kernels. Further bytes wait in the buffer of the writer, whose protocol is paused as by asyncio.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any
 
 from simulation.loop import SimulatedLoop
 
-HIGH_WATER = 64 * 1024  # bytes in a writer's buffer above which it is told to pause: asyncio's own number
+HIGH_WATER = 64 * 1024  # bytes in a write buffer above which its protocol is paused, as in asyncio
 
 
 @dataclass
 class Weather:
-    """How bytes travel on a connection. latency, piece: draw the seconds and the size of the next piece."""
+    """Properties of a connection. latency, piece: draw the delay in seconds and the size of the next piece."""
 
     latency: Callable[[], float]
     piece: Callable[[], int]
-    window: int = 64 * 1024  # bytes on the way, or with a reader that does not read
+    window: int = 64 * 1024  # bytes that were sent and not read
 
 
 class End(asyncio.Transport):
-    """One end of a connection; `sock` stands for its socket."""
+    """One end of a connection; `sock` replaces its socket."""
 
     def __init__(self, loop: SimulatedLoop, weather: Weather, address: tuple[str, int]) -> None:
         super().__init__({"peername": address, "sockname": ("10.0.0.1", 80)})
@@ -41,16 +40,16 @@ class End(asyncio.Transport):
         self._buffer: deque[bytes] = deque()
         self._buffered = 0
         self.most_buffered = self.largest_write = 0
-        self._on_the_way = 0  # bytes written that the other end has not taken
+        self._on_the_way = 0  # bytes that were sent and not read by the other end
         self._last_arrival = 0.0
         self._arrived: deque[bytes] = deque()
         self._reading = True
-        self._told_to_pause = False
+        self._paused = False
         self._high, self._low = HIGH_WATER, HIGH_WATER // 4
         self._closing = self._eof_sent = self._lost = False
         self._eof_arrived = False
 
-    # ---- what protocols call -------------------------------------------------------------------------------------------
+    # ---- methods of asyncio.Transport ---------------------------------------------------------------------------------------
     def get_protocol(self) -> Any:
         return self._protocol
 
@@ -93,32 +92,32 @@ class End(asyncio.Transport):
         self.largest_write = max(self.largest_write, len(data))
         self._push()
         self.most_buffered = max(self.most_buffered, self._buffered)
-        if self._buffered > self._high and not self._told_to_pause:
-            self._told_to_pause = True
+        if self._buffered > self._high and not self._paused:
+            self._paused = True
             self._protocol.pause_writing()
 
     def close(self) -> None:
-        """What is written still goes out."""
+        """Close after the buffered bytes were sent."""
         if not self._closing:
             self._closing = self._eof_sent = True
             self._push()
 
     def abort(self) -> None:
-        """Away with it; the other end hears of a reset."""
+        """Close immediately; the other end is reset."""
         self._closing = True
         if not self._lost:
             self._lose(None)
             self._loop.call_later(self._weather.latency(), self.other._be_reset)
 
     def cut_off(self) -> None:
-        """Its process has died: what was not sent is lost, what was sent still arrives, and then the end."""
+        """End with its process: buffered bytes are lost, and sent ones arrive before the end."""
         self._buffer.clear()
         self._buffered = 0
         self.close()
 
-    # ---- for those who make connections ----------------------------------------------------------------------------------
+    # ---- connecting and resetting ----------------------------------------------------------------------------------
     def open(self, protocol: Any) -> None:
-        """Whose end this is. What has arrived already is handed over."""
+        """Set the protocol, and pass it the bytes that have arrived already."""
         self._protocol = protocol
         protocol.connection_made(self)
         if self._lost:
@@ -127,7 +126,7 @@ class End(asyncio.Transport):
         self._loop.call_soon(self._hand_over)
 
     def reset(self) -> None:
-        """The network cuts the connection: both ends hear of it."""
+        """Reset both ends."""
         self._be_reset()
         self.other._be_reset()
 
@@ -135,9 +134,9 @@ class End(asyncio.Transport):
     def lost(self) -> bool:
         return self._lost
 
-    # ---- on the way ------------------------------------------------------------------------------------------------------
+    # ---- transfer ------------------------------------------------------------------------------------------------------
     def _push(self) -> None:
-        """Send what the window has room for."""
+        """Send as many bytes as fit into the window."""
         while self._buffer and self._on_the_way < self._weather.window and not self._lost:
             data = self._buffer.popleft()
             size = max(1, min(len(data), self._weather.piece(), self._weather.window - self._on_the_way))
@@ -146,8 +145,8 @@ class End(asyncio.Transport):
             self._buffered -= size
             self._on_the_way += size
             self._send(self.other._arrive, data[:size])
-        if self._told_to_pause and self._buffered <= self._low and not self._lost:
-            self._told_to_pause = False
+        if self._paused and self._buffered <= self._low and not self._lost:
+            self._paused = False
             self._protocol.resume_writing()
         if self._eof_sent and not self._buffer and not self._lost:
             self._eof_sent = False
@@ -156,12 +155,12 @@ class End(asyncio.Transport):
                 self._lose(None)
 
     def _send(self, arrive: Callable[..., None], *args: Any) -> None:
-        """Nothing overtakes on one connection; asyncio keeps no order among timers of one moment."""
+        """Deliver in order. asyncio does not preserve the order of timers with equal times."""
         self._last_arrival = max(self._last_arrival + 1e-6, self._loop.time() + self._weather.latency())
         self._loop.call_at(self._last_arrival, arrive, *args)
 
     def _arrive(self, data: bytes) -> None:
-        if self._lost:  # as a system answers bytes for a socket that is closed
+        if self._lost:  # as a kernel answers data for a closed socket
             self._loop.call_later(self._weather.latency(), self.other._be_reset)
             return
         self._arrived.append(data)
@@ -200,7 +199,7 @@ class End(asyncio.Transport):
 
 
 class SimulatedSocket:
-    """What servers and clients do with a socket beside reading and writing."""
+    """Methods of a socket other than reading and writing."""
 
     def __init__(self, end: End, address: tuple[str, int]) -> None:
         self.end = end
@@ -237,7 +236,7 @@ class SimulatedSocket:
 
 
 def connection(loop: SimulatedLoop, weather: Weather, address: tuple[str, int]) -> tuple[End, End]:
-    """Two ends that are connected. address: of the first, as the second sees it."""
+    """Return two connected ends. address: of the first, as seen by the second."""
     near, far = End(loop, weather, ("10.0.0.1", 80)), End(loop, weather, address)
     near.other, far.other = far, near
     return near, far
@@ -252,7 +251,7 @@ class Listener:
     closed: bool = False
 
     def dial(self, weather: Weather, address: tuple[str, int]) -> End:
-        """A client's end of a new connection."""
+        """Return the client's end of a new connection."""
         near, far = connection(self.loop, weather, address)
         if self.closed:
             self.loop.call_soon(near._be_reset)
@@ -261,7 +260,7 @@ class Listener:
             self.loop.call_later(weather.latency(), self.loop.readable, self)
         return near
 
-    # ---- as sockets have it ----------------------------------------------------------------------------------------------
+    # ---- methods of a socket ----------------------------------------------------------------------------------------------
     def accept(self) -> tuple[SimulatedSocket, tuple[str, int]]:
         if not self.waiting:
             raise BlockingIOError

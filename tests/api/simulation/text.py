@@ -16,7 +16,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.errors import RequestError
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import Job, Result, WorkerSource
+from windlass.server.text.workers.frames import Limits, Result, WorkerSource
 from windlass.server.text.workers.processes import ForkError, ProcessDiedError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks
 
@@ -57,8 +57,8 @@ class SimulatedTextProcess:
         self._world = world
         self.needs_recycling = self.exited = False
 
-    def run(self, body: bytes, seconds: Sequence[float]) -> Result:
-        job: Job = pickle.loads(body)
+    def run(self, body: bytes, limits: Sequence[Limits]) -> Result:
+        task, _ = pickle.loads(body)
         if self._world.happens("text process dies"):
             self.exited = True
             raise ProcessDiedError("SIGSEGV")
@@ -68,7 +68,7 @@ class SimulatedTextProcess:
         if self._world.happens("text process has no memory"):
             return Result(error="memory")
         try:
-            return Result(job.task(tasks()))
+            return Result(task(tasks()))
         except (RequestError, ChatTemplateError) as error:
             return Result(error="input", message=error.message)
 

@@ -1,7 +1,6 @@
-"""What clients ask in a simulation, and what they must be told: drawn from the seed.
+"""Requests of simulated clients and their expected answers, drawn from the seed.
 
-An `Ask` is one HTTP request with the answer that it must get if nothing goes wrong. It knows the API and the model of numbers,
-and nothing of how requests are served.
+An `Ask` is an HTTP request with its expected answer in the absence of faults.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Choice:
 
 @dataclass
 class Ask:
-    """reader, sender: how its client behaves. choices: what must come, by index; None where it is no generation."""
+    """reader, sender: behaviour of the client. choices: expected ones; None: nothing is generated."""
 
     request_id: str
     method: str
@@ -51,7 +50,7 @@ class Ask:
     sender: str = "quick"
     leaves_after: float = 0.0
     fresh: bool = True  # on a new connection
-    pause: float = 0.0  # before it
+    pause: float = 0.0  # seconds before it
     adapter: str | None = None
     status: int = 200
 
@@ -60,7 +59,7 @@ class Ask:
         return bool(self.body and self.body.get("stream"))
 
     def head_and_body(self) -> tuple[bytes, bytes]:
-        """The request as it goes over the wire."""
+        """Return the bytes of the request."""
         data = b"" if self.body is None else json.dumps(self.body).encode()
         lines = [f"{self.method} {self.path} HTTP/1.1", "host: simulated", f"x-request-id: {self.request_id}"]
         if self.key is not None:
@@ -74,8 +73,8 @@ class Ask:
 class TokenSampler:
     """Draws asks.
 
-    max_model_len: of the simulated model. keys: of the callers; none where no key is asked for. behaviours: shares of
-    asks whose clients behave in an odd way.
+    max_model_len: of the simulated model. keys: of the callers; empty if none is required. behaviours: shares of asks with
+    unusual clients.
     """
 
     rng: random.Random
@@ -88,7 +87,7 @@ class TokenSampler:
         self.prefixes = [self.rng.choices(LETTERS, k=self.rng.randint(4, 24)) for _ in range(3)]
 
     def asks(self, name: str, count: int) -> list[Ask]:
-        """What one client asks, one after the other."""
+        """Return the consecutive requests of a client."""
         found = []
         for number in range(count):
             found.append(self.ask(f"{name}-{number}"))
@@ -121,18 +120,18 @@ class TokenSampler:
         return found
 
     def plain(self, request_id: str, key: str | None) -> Ask:
-        """One whose answer must come, from a client that does nothing odd."""
+        """Return a request of an ordinary client, which must be answered."""
         return self._completion(request_id, key, odd=False)
 
     def _adapter(self, name: str, key: str | None) -> list[Ask]:
-        """An adapter is loaded, and unloaded again."""
+        """Load an adapter and unload it."""
         body = {"lora_name": f"late-{name}"}
         return [
             Ask(f"{name}-load", "POST", "/v1/load_lora_adapter", key, {**body, "lora_path": "."}),
             Ask(f"{name}-unload", "POST", "/v1/unload_lora_adapter", key, body),
         ]
 
-    # ---- the kinds -----------------------------------------------------------------------------------------------------
+    # ---- kinds of requests -----------------------------------------------------------------------------------------------------
     def _prompt(self) -> list[int]:
         rng = self.rng
         prefix = rng.choice(self.prefixes) if rng.random() < 0.7 else []

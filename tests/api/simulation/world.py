@@ -1,8 +1,8 @@
-"""One simulated run of the whole server: everything that a seed decides, put together and run to its end.
+"""One simulated run of the entire server, with all random decisions of a seed.
 
-Real are the app with its middlewares and routes, the HTTP protocol and its bounds, admission and callers, streams, the engine's
-client with its supervisor and watchdog, the messages between processes, the engine's loop, scheduler and paged cache. Simulated
-is what an operating system gives (time, sockets, processes, threads), and the model. `simulate` is all that tests need.
+Real: the app with its middleware and routes, the HTTP protocol and its limits, admission and callers, streams, the engine client
+with its supervisor and watchdog, the messages between processes, the engine's loop, scheduler and paged cache. Simulated: the
+operating system (time, sockets, processes, threads) and the model. Tests use `simulate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 
 from simulation import invariants
 from simulation.client import Record, SimulatedClient
-from simulation.engine import EngineProcess, SignsOfLife
+from simulation.engine import EngineProcess, SimulatedActivity
 from simulation.faults import CLIENTS, Faults
 from simulation.invariants import WRITE_SECONDS
 from simulation.loop import SimulatedLoop, simulated_time
@@ -45,7 +45,7 @@ HANG_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed decides of the server."""
+    """Random configuration of the server."""
 
     num_blocks: int
     block_size: int
@@ -90,7 +90,7 @@ class Plan:
 
 @dataclass
 class Report:
-    """violations: of the promises; none in a good run. digest: of everything that happened, alike for the same seed."""
+    """violations: of the guarantees. digest: of all events, equal for the same seed."""
 
     seed: int
     violations: list[str]
@@ -104,8 +104,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Death:
-    """Of an engine that had loaded. begun: ids of the requests in its last step, and of those that had had a token of it.
-    given: ids of all that came to it. others: how many engines took requests then."""
+    """Death of a loaded engine. begun: ids of the requests in its last step or with a token. given: ids of all its requests.
+    others: number of engines that were ready."""
 
     at: float
     begun: frozenset[str]
@@ -126,11 +126,11 @@ class World:
     processes: dict[int, EngineProcess] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     longest_step: float = 0.0
-    stood_still: list[tuple[float, float]] = field(default_factory=list)  # when, and for how long
-    deaths: list[float] = field(default_factory=list)  # of engines that had loaded
+    stood_still: list[tuple[float, float]] = field(default_factory=list)  # time and duration
+    deaths: list[float] = field(default_factory=list)  # of loaded engines
     ready: list[float] = field(default_factory=list)
     cut_off: list[Death] = field(default_factory=list)
-    turned_away: set[str] = field(default_factory=set)  # ids of requests for which an engine's queue was full
+    turned_away: set[str] = field(default_factory=set)  # ids of requests for which the queue of an engine was full
     exchanges: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # by id: begin and end in the server
     trace: hashlib._Hash = field(default_factory=hashlib.sha256)
 
@@ -138,7 +138,7 @@ class World:
         self.loop = SimulatedLoop(self._thread_delay)
         self.listener = Listener(self.loop)
 
-    # ---- for the parts ---------------------------------------------------------------------------------------------------
+    # ---- used by the parts ---------------------------------------------------------------------------------------------------
     def violation(self, text: str) -> None:
         self.violations.append(f"at {self.loop.time():.3f}: {text}")
 
@@ -162,7 +162,7 @@ class World:
         self.cut_off.append(Death(self.loop.time(), begun, given, others))
 
     def weather(self, *, calm: bool = False) -> Weather:
-        """Of a new connection. calm: between two processes of one machine, which nobody resets."""
+        """Return properties of a new connection. calm: between two processes of one machine, without faults."""
         rng = self.rng
         slowest = 0.0005 if calm else rng.choice([0.001, 0.02, 0.2])
         pieces = rng.choice([1000, 10**6]) if calm else rng.choice([30, 300, 300, 10**6])
@@ -207,7 +207,7 @@ class World:
             max_in_flight=plan.max_in_flight,
             stream_comment_seconds=plan.keep_alive,
             adapters=_adapters(),
-            lora_folder=Path(__file__).parent,  # some folder; nothing is read from it
+            lora_folder=Path(__file__).parent,  # any folder; nothing is read from it
             body_stall_seconds=5.0,
         )
         app = create_app(engine, tokenizer(), settings)
@@ -242,7 +242,7 @@ class World:
         self.state.close()
 
     def _observe_exchanges(self) -> None:
-        """Write down when each is in the server."""
+        """Record when each exchange begins and ends."""
         state = self.state
         register, unregister = state.register, state.unregister
 
@@ -261,7 +261,7 @@ class World:
         return TokenSampler(self.rng, self.plan.max_model_len, list(self.plan.concurrency), behaviours)
 
     async def _cut_connections(self) -> None:
-        """The network resets connections, now and then."""
+        """Reset random connections."""
         rate = self.faults.rates.get("connection is reset", 0.0)
         while rate:
             await asyncio.sleep(self.rng.expovariate(rate * 50))
@@ -273,7 +273,7 @@ class World:
                 record.end.reset()
 
     async def _settle(self) -> None:
-        """Let everything end that has been begun, and a dead engine come back."""
+        """Wait until no request is in flight and all engines are ready."""
         deadline = self.loop.time() + 400.0
         while self.loop.time() < deadline:
             await asyncio.sleep(1.0)
@@ -283,7 +283,7 @@ class World:
         await asyncio.sleep(3.0)
 
     async def _probe(self, token_sampler: TokenSampler) -> None:
-        """Whoever comes now is served, each caller as often at once as it may."""
+        """Send requests that must succeed, as many concurrent ones per caller as permitted."""
         if self.engine.state != "ready":
             return
         clients = []
@@ -297,7 +297,7 @@ class World:
 
 
 def simulate(seed: int, replicas: int = 1) -> Report:
-    """Run one seed to its end, with so many engines, and hold what happened to what is promised."""
+    """Run a seed with a number of engines, and check the guarantees."""
     rng = random.Random(seed)
     world = World(seed, rng, Faults.drawn(rng), Plan.drawn(rng), replicas)
     with _operating_system(world):
@@ -322,10 +322,10 @@ def simulate(seed: int, replicas: int = 1) -> Report:
 
 @contextlib.contextmanager
 def _operating_system(world: World) -> Iterator[None]:
-    """What the simulation has instead: time, processes, signs of life. Logs are quiet, and nothing is collected in between."""
+    """Replace time, processes and process activity. Logging and garbage collection are off."""
     client, text = "windlass.engine.client", "windlass.server.text.workers.pool"
     collecting = gc.isenabled()
-    gc.disable()  # the ends of forgotten generators would come at any time
+    gc.disable()  # finalizers of forgotten generators would run at random times
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -334,7 +334,7 @@ def _operating_system(world: World) -> Iterator[None]:
             mock.patch(
                 f"{client}.child_process.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)
             ),
-            mock.patch(f"{client}.supervision.ProcessActivity", lambda pid: SignsOfLife(world, pid)),
+            mock.patch(f"{client}.supervision.ProcessActivity", lambda pid: SimulatedActivity(world, pid)),
             mock.patch(f"{text}.ForkServer", lambda source: SimulatedForkServer(world, source)),
             mock.patch("simulation.network.HIGH_WATER", world.plan.high_water),
         ):
@@ -346,7 +346,7 @@ def _operating_system(world: World) -> Iterator[None]:
 
 
 def _close(loop: SimulatedLoop) -> None:
-    """End what is left, without a word."""
+    """Cancel remaining tasks silently."""
     tasks = asyncio.all_tasks(loop)
     loop.set_exception_handler(lambda *_: None)
     for task in tasks:

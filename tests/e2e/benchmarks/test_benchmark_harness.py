@@ -72,7 +72,7 @@ def report_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module("harness.report", monkeypatch)
 
 
-def test_the_output_of_llama_cpp_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_llama_cpp_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = module("harness.llama_cpp", monkeypatch)
     assert llama.parse_bench(LLAMA_BENCH) == [12.0, 11.25]
     assert llama.parse_version(LLAMA_BENCH) == "build 0c1e570"
@@ -82,7 +82,7 @@ def test_the_output_of_llama_cpp_is_parsed(monkeypatch: pytest.MonkeyPatch) -> N
             llama.parse_bench(broken)
 
 
-def test_the_commands_and_the_output_of_its_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_and_the_output_of_its_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, measures = module("harness.llama_cpp", monkeypatch), module("harness.measures", monkeypatch)
     assert llama.parse_bench(IK_BENCH) == [47.3606, 52.8892]
     assert llama.parse_version(IK_BENCH) == "build 8337e4c"
@@ -100,7 +100,7 @@ def test_the_commands_and_the_output_of_its_fork(monkeypatch: pytest.MonkeyPatch
     assert line[-1] == "-rtr" and "1" not in line
 
 
-def test_the_output_of_llama_perplexity_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_llama_perplexity_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = module("harness.llama_cpp", monkeypatch)
     assert llama.parse_perplexity(PERPLEXITY) == {"perplexity": 22.7508}
     found = llama.parse_perplexity(DIVERGENCE)
@@ -111,7 +111,7 @@ def test_the_output_of_llama_perplexity_is_parsed(monkeypatch: pytest.MonkeyPatc
     assert command[-1] == "--kl-divergence" and command[command.index("-c") + 1] == "768"
 
 
-def test_a_shape_has_the_parameters_of_transformers_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_has_the_parameters_of_transformers_model(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import transformers
 
@@ -173,7 +173,7 @@ serve(make)
 """
 
 
-def test_a_worker_answers_reports_errors_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_worker_answers_reports_errors_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = module("harness.worker", monkeypatch)
     options = {"log": tmp_path / "log", "environment": {"PYTHONPATH": str(BENCHMARKS)}}
     command = [sys.executable, "-c", WORKER]
@@ -197,7 +197,7 @@ def test_a_worker_answers_reports_errors_and_ends(monkeypatch: pytest.MonkeyPatc
         worker.Worker([*command, "refuse"], **options)
 
 
-def test_the_worker_of_windlass_fills_the_cache_without_computing_the_prompt(
+def test_worker_of_windlass_fills_the_cache_without_computing_the_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shape_module = module("harness.shape", monkeypatch)
@@ -240,7 +240,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_dead_worker_is_closed_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dead_worker_is_closed_without_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = module("harness.worker", monkeypatch)
     near = worker.Worker([sys.executable, "-c", MINIMAL_WORKER], log=tmp_path / "log")
     for kind in ("die", "decode"):
@@ -250,7 +250,7 @@ def test_a_dead_worker_is_closed_without_an_error(monkeypatch: pytest.MonkeyPatc
     near.close()
 
 
-def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = module("harness.worker", monkeypatch)
     near = worker.Worker([sys.executable, "-c", MINIMAL_WORKER], log=tmp_path / "log")
     try:
@@ -263,7 +263,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyP
         near.close()
 
 
-def test_a_missing_program_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_program_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = module("harness.worker", monkeypatch)
     with pytest.raises(worker.WorkerError, match="cannot be started"):
         worker.Worker([str(tmp_path / "python")], log=tmp_path / "log")
@@ -312,7 +312,7 @@ class Contestant:
         return [20.0]
 
 
-def test_a_report_is_saved_after_every_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_is_saved_after_every_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peers = module("peers", monkeypatch)
     dies = Contestant("Windlass int4", 1, peers.WorkerError)
     interrupted = Contestant("Windlass int8", 4, KeyboardInterrupt)  # interrupted in its third measure

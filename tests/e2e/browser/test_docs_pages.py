@@ -1,4 +1,4 @@
-"""`/docs` and `/redoc` in a real browser: all operations, nothing from outside, and requests that work, with a key too."""
+"""`/docs` and `/redoc` in a real browser: all operations, no requests to other hosts, and requests with a key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from helpers.browser import chromium
 from helpers.described import description
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, Page
@@ -23,21 +22,15 @@ def locked() -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
 class Watched:
-    """A page of whose requests and complaints a list is kept."""
+    """A page, its requests and its errors."""
 
     def __init__(self, browser: Browser) -> None:
         self.page: Page = browser.new_page()
         self.requested: list[str] = []
         self.complaints: list[str] = []
         self.page.on("requestfinished", lambda request: self.requested.append(request.url))
-        # What the page's policy forbids never leaves the browser.
+        # Requests that the policy of the page forbids are not sent.
         self.page.on("requestfailed", lambda request: request.failure == "csp" or self.requested.append(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
@@ -46,7 +39,7 @@ class Watched:
         return [url for url in self.requested if not url.startswith((live.url, "data:", "blob:"))]
 
 
-def test_files_need_no_key_and_hold_a_policy(locked: Live) -> None:
+def test_files_need_no_key_and_have_a_policy(locked: Live) -> None:
     for path in sorted(DOCS_PATHS):
         response = locked.http.get(path)
         assert response.status_code == 200 and response.content, path
@@ -57,7 +50,7 @@ def test_files_need_no_key_and_hold_a_policy(locked: Live) -> None:
     assert locked.http.get("/openapi.json").status_code == 401
 
 
-def test_whoever_takes_no_gzip_gets_plain_files(locked: Live) -> None:
+def test_files_are_sent_uncompressed_on_request(locked: Live) -> None:
     with locked.http.stream("GET", "/docs/swagger-ui.css") as response:
         packed = b"".join(response.iter_raw())
     assert response.headers["content-encoding"] == "gzip"
@@ -66,7 +59,7 @@ def test_whoever_takes_no_gzip_gets_plain_files(locked: Live) -> None:
 
 
 @pytest.mark.slow
-def test_swagger_shows_everything_and_runs_a_request_with_a_key(browser: Browser, locked: Live) -> None:
+def test_swagger_shows_all_operations_and_sends_a_request_with_a_key(browser: Browser, locked: Live) -> None:
     watched = Watched(browser)
     page = watched.page
     page.goto(f"{locked.url}/docs")
@@ -75,7 +68,7 @@ def test_swagger_shows_everything_and_runs_a_request_with_a_key(browser: Browser
     page.click("#ask button")
     page.locator("#trouble").wait_for()
     assert "not valid" in page.inner_text("#trouble")
-    watched.complaints.clear()  # of the browser, about the two 401
+    watched.complaints.clear()  # of the browser about two responses with status 401
     page.fill("#key", "k")
     page.click("#ask button")
     page.locator(".opblock").first.wait_for()
@@ -101,7 +94,7 @@ def test_swagger_shows_everything_and_runs_a_request_with_a_key(browser: Browser
 
 
 @pytest.mark.slow
-def test_redoc_shows_everything(browser: Browser) -> None:
+def test_redoc_shows_all_operations(browser: Browser) -> None:
     with live_server() as live:
         watched = Watched(browser)
         watched.page.goto(f"{live.url}/redoc")
@@ -110,11 +103,11 @@ def test_redoc_shows_everything(browser: Browser) -> None:
             place = f'[id="tag/{operation["tags"][0]}/operation/{operation["operationId"]}"]'
             assert watched.page.locator(place).count() == 1, path
         assert watched.outside(live) == [] and len(watched.requested) >= 4
-        assert all("cdn.redoc.ly" in complaint for complaint in watched.complaints)  # its logo, which is not fetched
+        assert all("cdn.redoc.ly" in complaint for complaint in watched.complaints)  # its logo, which is not requested
 
 
 @pytest.mark.slow
-def test_pages_work_under_the_path_of_a_proxy(browser: Browser) -> None:
+def test_pages_work_below_the_path_of_a_proxy(browser: Browser) -> None:
     with live_server(root_path="/llm") as live:
         watched = Watched(browser)
         watched.page.goto(f"{live.url}/llm/docs")

@@ -1,35 +1,27 @@
-"""The report in real Chromium: nothing is fetched, nothing from results runs, the charts are drawn and answer."""
+"""Load test reports in a real browser: no requests, no scripts from results, and interactive charts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.browser import chromium
 from helpers.load_results import simulated_run
 from playwright.sync_api import Browser, Page
 
-from windlass.clients.loadtest.report import MAX_FAILURES, named, to_html, write_html
-from windlass.clients.loadtest.results import NamedRun, RequestRecord, ResultFile, RunResult
+from windlass.clients.loadtest.report import MAX_FAILURES, to_html, write_html
+from windlass.clients.loadtest.results import NamedRun, RequestRecord, RunResult, SweepResult
 
 EVIL = '</script><script>window.ran=1</script><img src="http://evil.invalid/x.png" onerror="window.ran=1"><!--{{7*7}}'
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
 class Opened:
-    """A page and everything it asked for, said or threw."""
+    """The page of a report, its requests, its console messages and its errors."""
 
-    def __init__(self, browser: Browser, path: Path, *, dark: bool = False, width: int = 1200) -> None:
-        self.page: Page = browser.new_page(
-            viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light"
-        )
+    def __init__(self, page: Page, path: Path) -> None:
+        self.page = page
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -39,7 +31,7 @@ class Opened:
         self.page.wait_for_load_state("networkidle")
 
     def inked(self, figure: str) -> bool:
-        """Whether the chart's canvas holds anything but one colour."""
+        """Whether the canvas of a chart has several colours."""
         return self.page.evaluate(
             """(selector) => {
                 const canvas = document.querySelector(selector + " canvas");
@@ -51,11 +43,37 @@ class Opened:
         )
 
 
+Open = Callable[..., Opened]
+
+
+@pytest.fixture
+def open_report(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Write and open a report. At the end, it must have requested nothing and logged nothing, unless `checked` is false."""
+    opened: list[Opened] = []
+    path = tmp_path / "report.html"
+
+    def open_report(
+        runs: Any = None, *, dark: bool = False, width: int = 1200, checked: bool = True, **options: Any
+    ) -> Opened:
+        if runs is not None:
+            write_html(runs, path, **options)
+        scheme = "dark" if dark else "light"
+        page = Opened(browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme), path)
+        if checked:
+            opened.append(page)
+        return page
+
+    yield open_report
+    for one in opened:
+        assert one.requests == [path.as_uri()] and one.complaints == []
+        one.page.close()
+
+
 def kinds(page: Page) -> list[str]:
     return page.eval_on_selector_all("figure.chart", "all => all.map(one => one.dataset.kind)")
 
 
-def test_the_headline_tells_what_came_from_the_cache():
+def test_headline_contains_cached_tokens():
     def text(cached: int | None, reused: int | None, prompt: int = 160) -> str:
         record = RequestRecord(
             index=0, intended=0, sent=0, chunks=(0.5,), ended=1, input_tokens=prompt, output_tokens=1,
@@ -69,12 +87,9 @@ def test_the_headline_tells_what_came_from_the_cache():
     assert "From the cache" not in text(80, 0, prompt=0)
 
 
-def test_one_run_is_drawn_whole_and_asks_for_nothing(browser, tmp_path):
-    path = tmp_path / "report.html"
-    write_html(simulated_run(failing=4, slo={"ttft": 300}), path, title="A run")
-    opened = Opened(browser, path)
+def test_all_charts_of_a_run_are_drawn(open_report):
+    opened = open_report(simulated_run(failing=4, slo={"ttft": 300}), title="A run")
     page = opened.page
-    assert opened.requests == [path.as_uri()] and opened.complaints == []
     assert page.title() == "A run" and page.locator("h1").inner_text() == "A run"
     shown = kinds(page)
     assert {"tails", "context-ttft", "context-itl", "time-throughput", "time-open", "timeline"} <= set(shown)
@@ -82,13 +97,11 @@ def test_one_run_is_drawn_whole_and_asks_for_nothing(browser, tmp_path):
     for kind in shown:
         assert opened.inked(f'figure[data-kind="{kind}"]'), kind
     assert "4 of 60 requests failed" in page.locator(".warnings").inner_text()
-    page.close()
 
 
-def test_figures_on_the_page_are_the_summary_s(browser, tmp_path):
+def test_figures_equal_those_of_the_summary(open_report):
     run = simulated_run(count=40)
-    write_html(run, tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html").page
+    page = open_report(run).page
     tiles = dict(zip(page.locator(".label").all_inner_texts(), page.locator(".value").all_inner_texts(), strict=True))
     summary = run.summary()
     assert tiles["Output"] == f"{summary['output_tokens_per_second']:.3g} tokens/s"
@@ -99,10 +112,9 @@ def test_figures_on_the_page_are_the_summary_s(browser, tmp_path):
     pairs = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
     assert pairs["windlass_request_queue_time"] == "37.5 ms" and pairs["windlass_request_prefill_time"] == "225 ms"
     assert pairs["rotary.rope_type"] == "yarn"
-    page.close()
 
 
-def test_nothing_from_results_runs_and_all_of_it_is_shown(browser, tmp_path):
+def test_scripts_in_results_are_shown_as_text(open_report):
     run = simulated_run(failing=3, message=EVIL)
     evil = dataclasses.replace(
         run,
@@ -113,42 +125,35 @@ def test_nothing_from_results_runs_and_all_of_it_is_shown(browser, tmp_path):
         generator={EVIL: EVIL, "limited": True},
         started_at=EVIL,
     )
-    path = tmp_path / "report.html"
-    write_html([NamedRun(name=EVIL, result=evil), NamedRun(name="b", result=evil, series=EVIL)], path, title=EVIL)
-    opened = Opened(browser, path)
-    page = opened.page
+    runs = [NamedRun(name=EVIL, result=evil), NamedRun(name="b", result=evil, series=EVIL)]
+    page = open_report(runs, title=EVIL).page
     page.hover('figure[data-kind="timeline"] .u-over', position={"x": 60, "y": 20})
     page.hover('figure[data-kind="context-ttft"] .u-over', position={"x": 200, "y": 100})
     assert page.evaluate("window.ran") is None
-    assert opened.requests == [path.as_uri()] and opened.complaints == []
     assert page.locator("script").count() == 4 and page.locator("img").count() == 0
     assert page.title() == EVIL.replace("  ", " ")
     assert page.locator("td.message").first.inner_text() == EVIL
     assert EVIL in page.locator(".legend").first.inner_text()
     for part in ("dt", "dd"):  # names and values of settings
         assert EVIL in page.locator(part).all_inner_texts()
-    page.close()
 
 
-def test_even_unescaped_text_could_not_run_or_fetch(browser, tmp_path):
-    """The second wall: with markup forced into the page its policy still lets nothing run and nothing out."""
-    path = tmp_path / "report.html"
+def test_policy_blocks_unescaped_scripts_and_requests(open_report, tmp_path):
     page_text = to_html(simulated_run(count=5))
     forced = "<script>window.ran=1</script><img src='http://evil.invalid/x.png' onerror='window.ran=1'>"
     assert page_text.count("<footer>") == 1
-    path.write_text(page_text.replace("<footer>", forced + "<footer>"), encoding="utf-8")
-    opened = Opened(browser, path)
+    text = page_text.replace("<footer>", forced + "<footer>")
+    (tmp_path / "report.html").write_text(text, encoding="utf-8")
+    opened = open_report(checked=False)
     assert opened.page.evaluate("window.ran") is None
     assert len(opened.complaints) >= 2 and all("Content Security Policy" in text for text in opened.complaints)
-    # Chromium names a request that its policy stops; none has a response.
+    # Chromium lists requests that the policy blocks, without a response.
     assert opened.page.evaluate("performance.getEntriesByType('resource').filter(e => e.responseStatus).length") == 0
-    opened.page.close()
 
 
-def test_a_sweep_has_curves_over_rate_and_a_part_per_run(browser, tmp_path):
+def test_sweep_has_charts_over_rate_and_a_section_per_run(open_report):
     runs = [simulated_run(rate=rate, count=30, slo={"ttft": 200}, limited=rate == 8) for rate in (8, 1, 4)]
-    write_html(ResultFile(runs=tuple(named(runs)), highest_rate=4.0), tmp_path / "sweep.html")
-    opened = Opened(browser, tmp_path / "sweep.html")
+    opened = open_report(SweepResult(runs=tuple(runs), highest_rate=4.0))
     page = opened.page
     assert page.locator(".found").inner_text().endswith("4 requests per second")
     assert "8 req/s: The load generator" in page.locator(".warnings").inner_text()
@@ -163,32 +168,26 @@ def test_a_sweep_has_curves_over_rate_and_a_part_per_run(browser, tmp_path):
     parts.nth(1).locator(":scope > summary").click()
     page.wait_for_selector(closed + '[data-drawn="yes"]')
     assert opened.inked(closed)
-    assert opened.complaints == []
-    page.close()
 
 
-def test_measures_can_be_chosen_and_series_hidden(browser, tmp_path):
-    write_html([simulated_run(rate=rate, count=30) for rate in (1, 4)], tmp_path / "sweep.html")
-    opened = Opened(browser, tmp_path / "sweep.html")
+def test_measures_are_selected_and_series_hidden(open_report):
+    opened = open_report([simulated_run(rate=rate, count=30) for rate in (1, 4)])
     figure = opened.page.locator('figure[data-kind="tails"]')
     shot = figure.locator("canvas").screenshot()
     figure.get_by_role("button", name="ITL").click()
     assert figure.locator('.choices [aria-pressed="true"]').all_inner_texts() == ["ITL"]
     assert figure.locator("canvas").screenshot() != shot
-    whole = figure.locator("canvas").screenshot()
+    before = figure.locator("canvas").screenshot()
     figure.get_by_role("button", name="4 req/s").click()
-    assert figure.locator("canvas").screenshot() != whole
-    assert opened.complaints == []
-    opened.page.close()
+    assert figure.locator("canvas").screenshot() != before
 
 
-def test_pointing_at_a_request_tells_about_it(browser, tmp_path):
+def test_tooltip_describes_a_request(open_report):
     records = [
         RequestRecord(index=0, intended=0.0, sent=0.5, chunks=(1.0, 2.0), ended=2.0, input_tokens=9, output_tokens=2),
         RequestRecord(index=1, intended=0.0, sent=0.0, ended=1.0, outcome="http_500", message="it broke"),
     ]
-    write_html(RunResult(records=tuple(records), duration_s=2.0), tmp_path / "r.html")
-    opened = Opened(browser, tmp_path / "r.html")
+    opened = open_report(RunResult(records=tuple(records), duration_s=2.0))
     over = opened.page.locator('figure[data-kind="timeline"] .u-over')
     size = over.bounding_box()
     tip = opened.page.locator('figure[data-kind="timeline"] .tip')
@@ -198,19 +197,16 @@ def test_pointing_at_a_request_tells_about_it(browser, tmp_path):
     assert "http_500: it broke" in tip.inner_text()
     opened.page.mouse.move(0, 0)
     assert not tip.is_visible()
-    opened.page.close()
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-def test_pages_fit_narrow_and_wide_screens_light_and_dark(browser, tmp_path, width):
-    write_html([simulated_run(rate=rate, failing=2, message="x" * 300) for rate in (1, 2)], tmp_path / "r.html")
+def test_pages_fit_narrow_and_wide_screens_in_both_colour_schemes(open_report, width):
+    runs = [simulated_run(rate=rate, failing=2, message="x" * 300) for rate in (1, 2)]
     grounds = []
     for dark in (False, True):
-        opened = Opened(browser, tmp_path / "r.html", dark=dark, width=width)
+        opened = open_report(runs, dark=dark, width=width)
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
         grounds.append(opened.page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        assert opened.complaints == []
-        opened.page.close()
     assert grounds[0] != grounds[1]
 
 
@@ -219,17 +215,13 @@ def test_pages_fit_narrow_and_wide_screens_light_and_dark(browser, tmp_path, wid
     [(), (RequestRecord(index=0, intended=0.0, outcome="connect", message="refused"),)],
     ids=["no requests", "none sent"],
 )
-def test_runs_without_measurements_make_a_page_all_the_same(browser, tmp_path, records):
-    write_html(RunResult(records=records, duration_s=0.0, interrupted=True), tmp_path / "r.html")
-    opened = Opened(browser, tmp_path / "r.html")
+def test_runs_without_measurements_have_a_page(open_report, records):
+    opened = open_report(RunResult(records=records, duration_s=0.0, interrupted=True))
     assert "interrupted" in opened.page.locator(".warnings").inner_text()
     assert "Nothing was measured" in opened.page.locator("body").inner_text()
-    assert opened.complaints == []
-    opened.page.close()
 
 
-def test_requests_given_up_on_purpose_are_no_failures(monkeypatch):
-    """Where results tell the two apart, the page does."""
+def test_abandoned_requests_are_not_failures(monkeypatch):
     records = [
         RequestRecord(index=k, intended=float(k), sent=float(k), ended=k + 1.0, outcome=outcome)
         for k, outcome in enumerate(["timeout", "disconnected", "disconnected"])
@@ -243,12 +235,12 @@ def test_requests_given_up_on_purpose_are_no_failures(monkeypatch):
     assert page.count('class="message"') == 1 and "given up on purpose</span>" in page
 
 
-def test_many_failures_are_counted_not_all_listed():
+def test_number_of_listed_failures_is_limited():
     records = [RequestRecord(index=k, intended=float(k), outcome="timeout") for k in range(MAX_FAILURES + 30)]
     page = to_html(RunResult(records=tuple(records), duration_s=90.0))
     assert "and 30 more." in page and page.count('class="message"') == MAX_FAILURES
 
 
-def test_no_runs_are_refused():
+def test_report_without_runs_is_refused():
     with pytest.raises(ValueError, match="needs a run"):
         to_html([])

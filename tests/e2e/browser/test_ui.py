@@ -1,11 +1,11 @@
-"""The page at `/`, in a real browser where it is about what a person sees."""
+"""The page at `/` and its chat, in a real browser where its display is tested."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from helpers.browser import Seen, chromium
+from helpers.browser import Seen
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, expect
 
@@ -14,22 +14,22 @@ from windlass.server.app.web_pages import UI_PATHS
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
+@pytest.fixture
+def seen(browser: Browser, live: Live) -> Iterator[Seen]:
+    """The page, which is checked for errors at the end."""
+    seen = Seen(browser, live)
+    yield seen
+    seen.done()
 
 
-def say(live: Live, text: str, **engine: object) -> None:
-    """Let the engine answer with this text, and then end."""
+def set_reply(live: Live, text: str) -> None:
+    """Let the engine answer with a text, and then end."""
     live.engine.reset()
     live.engine.reply = live.tokenizer.encode(text, add_special_tokens=False)
-    live.engine.eos_after = len(live.engine.reply)  # it counts as one token more
-    for name, value in engine.items():
-        setattr(live.engine, name, value)
+    live.engine.eos_after = len(live.engine.reply)  # the end is a further token
 
 
-def test_browsers_get_the_page_and_others_links(live: Live) -> None:
+def test_browsers_get_the_page_and_other_clients_links(live: Live) -> None:
     answer = live.http.get("/", headers=HTML)
     assert answer.headers["content-type"].startswith("text/html") and "accept" in answer.headers["vary"]
     assert live.http.head("/", headers=HTML).headers["content-type"] == answer.headers["content-type"]
@@ -41,7 +41,7 @@ def test_browsers_get_the_page_and_others_links(live: Live) -> None:
     assert live.http.get("/ui/../page.py").status_code == live.http.get("/ui/vendor/").status_code == 404
 
 
-def test_its_files_need_no_key_and_hold_a_strict_policy() -> None:
+def test_files_need_no_key_and_have_a_strict_policy() -> None:
     with live_server(api_keys=("k",)) as live:
         for path in sorted(UI_PATHS):
             answer = live.http.get(path, headers=HTML)
@@ -51,17 +51,16 @@ def test_its_files_need_no_key_and_hold_a_strict_policy() -> None:
         assert live.http.get("/ui/other.js").status_code == 401
 
 
-def test_without_it_there_is_nothing() -> None:
+def test_disabled_page_is_not_found() -> None:
     with live_server(ui=False) as live:
         assert live.http.get("/", headers=HTML).status_code == live.http.get("/ui/main.js").status_code == 404
     with live_server(ui=False, api_keys=("k",)) as live:
         assert live.http.get("/", headers=HTML).status_code == 401
 
 
-def test_an_answer_streams_and_is_shown_as_markdown_and_never_as_html(browser: Browser, live: Live) -> None:
+def test_answer_is_shown_as_markdown_without_html(seen: Seen, live: Live) -> None:
     hostile = "**bold** <img src=x onerror=alert(1)> [bad](javascript:alert(1)) ![p](https://other.example/p.png)\n\n"
-    say(live, hostile + "```js\n1 < 2\n```\n")
-    seen = Seen(browser, live)
+    set_reply(live, hostile + "```js\n1 < 2\n```\n")
     seen.ask("hello")
     answer = seen.page.locator(".message.assistant")
     expect(answer.locator("strong")).to_have_text("bold")
@@ -70,10 +69,9 @@ def test_an_answer_streams_and_is_shown_as_markdown_and_never_as_html(browser: B
     assert "<img src=x onerror=alert(1)>" in answer.inner_text() and "javascript:alert(1)" in answer.inner_text()
     assert answer.locator("img, script").count() == 0
     assert [link.get_attribute("href") for link in answer.locator("a").all()] == ["https://other.example/p.png"]
-    seen.done()
 
 
-def test_what_is_nested_too_deep_to_be_drawn_is_shown_as_text(browser: Browser, live: Live) -> None:
+def test_deeply_nested_markdown_is_shown_as_text(seen: Seen) -> None:
     draw = """async (text) => {
         const { html, render } = await import("/ui/html.js");
         const { Markdown } = await import("/ui/markdown.js");
@@ -81,7 +79,6 @@ def test_what_is_nested_too_deep_to_be_drawn_is_shown_as_text(browser: Browser, 
         render(html`<${Markdown} text=${text} />`, place);
         return place.innerText;
     }"""
-    seen = Seen(browser, live)
     mixed = (
         "".join(("*a ", "**b ")[i % 2] for i in range(200)) + "end" + "".join(("** ", "* ")[i % 2] for i in range(200))
     )
@@ -89,12 +86,10 @@ def test_what_is_nested_too_deep_to_be_drawn_is_shown_as_text(browser: Browser, 
         assert "end" in seen.page.evaluate(draw, text), text[:10]
     seen.page.evaluate(draw, "> " * 20 + "- **end**")
     assert seen.page.locator("blockquote " * 20 + "li strong").last.inner_text() == "end"
-    seen.done()
 
 
-def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, live: Live) -> None:
-    say(live, "yes")
-    seen = Seen(browser, live)
+def test_settings_system_prompt_and_scaling_reach_the_engine(seen: Seen, live: Live) -> None:
+    set_reply(live, "yes")
     page = seen.page
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("System prompt").fill("Be brief.")
@@ -107,24 +102,20 @@ def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, l
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 7)
     assert request.rope_scaling is not None and request.rope_scaling.rope_type == "linear"
     assert "[system]Be brief." in live.tokenizer.decode(request.prompt_token_ids)
-    seen.done()
 
 
-def test_escape_stops_the_answer_and_the_engine(browser: Browser, live: Live) -> None:
+def test_escape_stops_the_answer_and_the_engine(seen: Seen, live: Live) -> None:
     live.engine.delay = 0.02
-    seen = Seen(browser, live)
     seen.ask("hello")
     expect(seen.page.get_by_role("button", name="Stop")).to_be_visible()
     expect(seen.page.locator(".message.assistant .markdown")).not_to_be_empty()
     seen.page.keyboard.press("Escape")
     expect(seen.page.locator(".message.assistant .facts")).to_contain_text("stopped")
     live.wait(lambda: len(live.engine.aborted) == 1)
-    seen.done()
 
 
-def test_a_message_is_edited_and_an_answer_asked_for_again(browser: Browser, live: Live) -> None:
-    say(live, "fine")
-    seen = Seen(browser, live)
+def test_message_is_edited_and_answer_regenerated(seen: Seen, live: Live) -> None:
+    set_reply(live, "fine")
     page = seen.page
     for text in ("first", "second"):
         seen.ask(text)
@@ -140,24 +131,20 @@ def test_a_message_is_edited_and_an_answer_asked_for_again(browser: Browser, liv
     prompt = live.tokenizer.decode(live.engine.requests[3].prompt_token_ids)
     assert "third" in prompt and "first" not in prompt and "second" not in prompt
     expect(page.locator(".message")).to_have_count(2)
-    seen.done()
 
 
-def test_two_scalings_answer_one_question_side_by_side(browser: Browser, live: Live) -> None:
-    say(live, "both")
-    seen = Seen(browser, live)
+def test_two_scalings_are_compared(seen: Seen, live: Live) -> None:
+    set_reply(live, "both")
     seen.page.get_by_role("button", name="Compare").click()
     seen.page.get_by_label("Right: rotary scaling").fill('{"rope_type": "yarn", "factor": 4}')
     seen.ask("hello")
     expect(seen.page.locator(".message.assistant .facts")).to_have_count(2)
     kinds = {request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests}
     assert kinds == {None, "yarn"}
-    seen.done()
 
 
-def test_what_the_server_refuses_is_shown_and_the_chat_goes_on(browser: Browser, live: Live) -> None:
-    say(live, "now")
-    seen = Seen(browser, live)
+def test_refusals_are_shown_and_the_chat_continues(seen: Seen, live: Live) -> None:
+    set_reply(live, "now")
     field = seen.page.get_by_label("Rotary scaling")
     field.fill("{")
     seen.ask("hello")
@@ -170,18 +157,17 @@ def test_what_the_server_refuses_is_shown_and_the_chat_goes_on(browser: Browser,
     seen.ask("hello")
     expect(seen.page.locator(".message.assistant .markdown")).to_have_text("now")
     expect(seen.page.locator(".message")).to_have_count(2)
-    seen.complaints.clear()  # the browser's, of the 400
-    seen.done()
+    seen.complaints.clear()  # of the browser about the 400
 
 
-def test_a_copied_program_asks_what_the_page_asked(browser: Browser, live: Live) -> None:
-    say(live, "it's")
+def test_copied_program_sends_the_request_of_the_page(browser: Browser, live: Live) -> None:
+    set_reply(live, "it's")
     seen = Seen(browser, live, permissions=["clipboard-read", "clipboard-write"])
     page = seen.page
     page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
     seen.ask('it\'s "quoted" \\ and\u2028more')
     expect(page.get_by_role("button", name="httpx")).to_be_visible()
-    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 8}')  # of the next question
+    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 8}')  # for the next question
     for kind in ("httpx", "openai"):
         page.get_by_role("button", name=kind).click()
         expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -195,9 +181,9 @@ def test_a_copied_program_asks_what_the_page_asked(browser: Browser, live: Live)
     seen.done()
 
 
-def test_the_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser) -> None:
+def test_key_is_requested_and_stored_in_the_tab_only(browser: Browser) -> None:
     with live_server(api_keys=("k",)) as live:
-        say(live, "open")
+        set_reply(live, "open")
         seen = Seen(browser, live)
         page = seen.page
         page.get_by_label("API key").fill("wrong")
@@ -210,13 +196,13 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser) -> None
         page.reload()
         expect(page.get_by_label("Message", exact=True)).to_be_visible()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
-        seen.complaints.clear()  # the browser's, of the 401
+        seen.complaints.clear()  # of the browser about the 401
         seen.done()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, live: Live, scheme: str) -> None:
-    say(live, "`" + "long" * 15 + "`\n\n| a | b |\n|---|---|\n| " + "wide" * 12 + " | 2 |\n")
+def test_page_fits_the_width_of_a_phone(browser: Browser, live: Live, scheme: str) -> None:
+    set_reply(live, "`" + "long" * 15 + "`\n\n| a | b |\n|---|---|\n| " + "wide" * 12 + " | 2 |\n")
     seen = Seen(browser, live, viewport={"width": 360, "height": 640}, color_scheme=scheme)
     seen.ask("hello")
     expect(seen.page.locator("table")).to_be_visible()

@@ -1,34 +1,39 @@
-"""The other rooms of the page, in a real browser: completions, rotary scalings, attention and the cache.
+"""The other tabs of the page in a real browser: completions, rotary scalings, attention and the cache.
 
-What they show is compared with formulas and with what the scripted engine was told to say. Every room is checked by axe.
+Their display is compared with formulas, and with the results of scripted and real engines. Accessibility is checked with axe-core
+(tests/e2e/browser/axe; MPL-2.0; the npm package axe-core 4.14.1).
 """
 
 from __future__ import annotations
 
+import gzip
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from e2e_helpers.axe import violations
-from helpers.browser import Seen, chromium
+from helpers.browser import Seen
 from helpers.live_server import Live, live_server
+from helpers.real_server import serve
 from helpers.rotary_formulas import by_formula
 from helpers.scripted_engine import LIKELY, ROTARY, UNLIKELY
 from playwright.sync_api import Browser, Page, expect
 
 from windlass.engine.rotary.rope_scaling import RopeScaling
 
-ROOMS = ("Chat", "Completion", "Rotary", "Attention", "Cache")
+TABS = ("Chat", "Completion", "Rotary", "Attention", "Cache")
 YARN = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1}
 
 CONTROLS = ("button", "input", "select", "textarea", "canvas[tabindex]")
-# Scripts that the tests run in the page. The index of the control of the room that has the focus, or "".
+# Scripts that run in the page. The index of the focused control of a tab, or "".
 FOCUSED = """() => {
   const at = document.activeElement, kinds = "button, input, select, textarea, canvas";
   return at.matches(kinds) && at.closest(".floor") ? String([...document.querySelectorAll(kinds)].indexOf(at)) : "";
 }"""
-# What reaches past the right edge.
+# Elements beyond the right edge.
 CLIPPED = """() => [...document.querySelectorAll(".room > *, .stack > *, .panel > *, .tokens, figure")]
   .filter((one) => one.offsetParent && one.getBoundingClientRect().right > innerWidth + 1)
   .map((one) => one.outerHTML.slice(0, 100))"""
@@ -40,12 +45,6 @@ PIXELS = """() => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
     profiles = {"long": RopeScaling.from_dict(YARN)}
     sampling = {"temperature": 0.2, "top_p": 0.9}
@@ -53,14 +52,33 @@ def shared() -> Iterator[Live]:
         yield live
 
 
-def enter(browser: Browser, live: Live, room: str, **context: object) -> Seen:
-    seen = Seen(browser, live, f"/#{room.lower()}", **context)
-    expect(seen.page.get_by_role("link", name=room)).to_have_attribute("aria-current", "page")
+AXE = Path(__file__).parent / "axe" / "axe.min.js.gz"
+
+
+@cache
+def axe_source() -> str:
+    return gzip.decompress(AXE.read_bytes()).decode()
+
+
+def violations(page: Page) -> list[str]:
+    """Accessibility problems of the page in its current state, one per line."""
+    page.evaluate(axe_source())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']} ({one['impact']}): {node['html'][:160]} {node['failureSummary'][:300]}"
+        for one in found["violations"]
+        for node in one["nodes"]
+    ]
+
+
+def enter(browser: Browser, live: Live, tab: str, **context: object) -> Seen:
+    seen = Seen(browser, live, f"/#{tab.lower()}", **context)
+    expect(seen.page.get_by_role("link", name=tab)).to_have_attribute("aria-current", "page")
     return seen
 
 
 def table(page: Page, title: str) -> dict[str, list[str]]:
-    """The numbers under the chart of this title, by column."""
+    """The numbers below a chart, by column."""
     figure = page.locator("figure.chart").filter(has=page.get_by_text(title))
     figure.get_by_text("As numbers").click()
     names = figure.locator("thead th").all_inner_texts()
@@ -73,7 +91,7 @@ def numbers(texts: list[str]) -> list[float]:
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------
-def test_tokens_show_what_else_was_likely_and_go_on_from_there(browser: Browser, live: Live) -> None:
+def test_tokens_show_alternatives_and_continue_from_them(browser: Browser, live: Live) -> None:
     text = live.tokenizer
     live.engine.reply = text.encode("abc", add_special_tokens=False)
     seen = enter(browser, live, "Completion")
@@ -89,10 +107,10 @@ def test_tokens_show_what_else_was_likely_and_go_on_from_there(browser: Browser,
     assert tokens.all_inner_texts() == ["a", "b", "c", "a", "b", "c"]
     (first,) = live.engine.requests
     assert first.rope_scaling == RopeScaling.from_dict({"rope_type": "linear", "factor": 4})
-    assert (first.sampling.temperature, first.sampling.top_p) == (0.2, 0.9)  # as the model's authors recommend
+    assert (first.sampling.temperature, first.sampling.top_p) == (0.2, 0.9)  # recommended sampling
     assert first.prompt_token_ids == text.encode("once", add_special_tokens=True)
 
-    # The keyboard walks from token to token; what was likely stands below.
+    # Arrow keys select a token, whose alternatives are shown below.
     tokens.nth(0).focus()
     page.keyboard.press("ArrowRight")
     likely = page.get_by_role("region", name="Likely tokens")
@@ -106,7 +124,7 @@ def test_tokens_show_what_else_was_likely_and_go_on_from_there(browser: Browser,
     tokens.nth(4).hover()
     expect(likely.get_by_role("heading")).to_have_text("Token 5: b")
 
-    # Another token in its place: what stood before it is kept, as ids.
+    # An alternative replaces the token. The tokens before it are sent as ids.
     other = likely.get_by_role("row").filter(has=page.get_by_role("button", name="Take this")).first
     taken = other.locator("td").first.inner_text()
     other.get_by_role("button").click()
@@ -142,12 +160,12 @@ def test_escape_ends_a_completion_and_errors_are_shown(browser: Browser, live: L
     page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "facto": 4}')
     page.get_by_role("button", name="Continue the text").click()
     expect(page.get_by_role("alert")).to_contain_text("facto")
-    seen.complaints.clear()  # the browser's, of the 400
+    seen.complaints.clear()  # of the browser about the 400
     seen.done(page.get_by_role("button", name="Continue the text"))
 
 
 # ---- rotary ----------------------------------------------------------------------------------------------------------
-def test_what_a_scaling_does_is_what_the_formulas_say(browser: Browser, live: Live) -> None:
+def test_display_of_a_scaling_equals_the_formulas(browser: Browser, live: Live) -> None:
     base = ROTARY[0].base
     seen = enter(browser, live, "Rotary")
     page = seen.page
@@ -175,7 +193,7 @@ def test_what_a_scaling_does_is_what_the_formulas_say(browser: Browser, live: Li
     inspected = live.post("/v1/rotary/inspect", {"rope_scaling": {**YARN, "factor": 8}, "length": 2000}).json()
     expect(page.locator(".fingerprint code")).to_have_text(inspected["fingerprint"])
 
-    # Two places to the right and three down on the map.
+    # Two cells to the right and three down on the map.
     maps = page.locator("canvas")
     maps.nth(0).focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown"):
@@ -203,7 +221,7 @@ def test_what_a_scaling_does_is_what_the_formulas_say(browser: Browser, live: Li
     seen.done(page.get_by_role("button", name="Compare in the chat"))
 
 
-def test_a_scaling_is_taken_along_to_the_chat(browser: Browser, live: Live) -> None:
+def test_scaling_is_passed_to_the_chat(browser: Browser, live: Live) -> None:
     live.engine.eos_after = 3
     seen = enter(browser, live, "Rotary")
     page = seen.page
@@ -215,15 +233,15 @@ def test_a_scaling_is_taken_along_to_the_chat(browser: Browser, live: Live) -> N
     seen.done()
 
 
-def test_a_sweep_is_the_perplexity_of_its_parts(browser: Browser, live: Live) -> None:
+def test_sweep_shows_the_perplexity_of_its_parts(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Rotary")
     page = seen.page
     text = "the quick brown fox jumps over the lazy dog " * 24
     ids = live.tokenizer.encode(text, add_special_tokens=True)[:256]
-    assert len(ids) == 256  # the whole context
+    assert len(ids) == 256  # the context length
     page.get_by_label("Text, up to 4,096 tokens").fill(text)
     page.get_by_role("button", name="Run the sweep").click()
-    expect(page.get_by_text("768 of 768 tokens scored")).to_be_visible()  # 128 and 256, twice
+    expect(page.get_by_text("768 of 768 tokens scored")).to_be_visible()  # two texts of 128 and 256
     expect(page.get_by_role("button", name="Run the sweep")).to_be_visible()
     assert [len(request.prompt_token_ids) for request in live.engine.requests] == [128, 128, 256, 256]
     kinds = [request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests]
@@ -244,14 +262,14 @@ def test_a_sweep_is_the_perplexity_of_its_parts(browser: Browser, live: Live) ->
     seen.done(page.get_by_role("button", name="Run the sweep"))
 
 
-def test_a_sweep_compares_a_chosen_set_and_stops(browser: Browser, live: Live) -> None:
+def test_sweep_compares_selected_scalings_and_stops(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Rotary")
     page = seen.page
     text = "the quick brown fox jumps over the lazy dog " * 24
     panel = page.locator("section").filter(has=page.get_by_role("heading", name="Quick sweep"))
     panel.get_by_label("the server's own").uncheck()
     panel.get_by_role("button", name="The sliders' as it is now").click()
-    page.get_by_role("slider", name="Factor").fill("8")  # the one that was added keeps 4
+    page.get_by_role("slider", name="Factor").fill("8")  # the added one still has 4
     for name in ("Linear, factor 8", "NTK-aware, factor 8", "Profile long", "Dynamic NTK, factor 8"):
         panel.get_by_role("button", name=name, exact=True).click()
     panel.get_by_role("button", name="Leave out NTK-aware, factor 8").click()
@@ -262,12 +280,12 @@ def test_a_sweep_compares_a_chosen_set_and_stops(browser: Browser, live: Live) -
     expect(panel.locator(".totals span")).to_contain_text([f"{name}: perplexity" for name in names])
     expect(panel.locator("svg path[class^=line-]")).to_have_count(5)
     sent = [request.rope_scaling for request in live.engine.requests[5:]]
-    yarn4 = RopeScaling.from_dict(YARN)  # of the profile too
+    yarn4 = RopeScaling.from_dict(YARN)  # also of the profile
     assert sent.count(yarn4) == 2 and len(sent) == 5
     others = [YARN | {"factor": 8}, *({"rope_type": kind, "factor": 8} for kind in ("linear", "dynamic"))]
     assert set(sent) == {yarn4, *map(RopeScaling.from_dict, others)}
 
-    # Six are the most, and where one is refused the sweep says which.
+    # At most six are compared. A refused one is named.
     panel.get_by_label("the server's own").check()
     expect(panel.get_by_role("button", name="No scaling")).to_be_disabled()
     page.get_by_label("Kind").select_option("json")
@@ -277,15 +295,15 @@ def test_a_sweep_compares_a_chosen_set_and_stops(browser: Browser, live: Live) -
     page.get_by_label("Kind").select_option("linear")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
 
-    live.engine.first_delay = 300  # there is time to stop
+    live.engine.first_delay = 300  # time to stop
     panel.get_by_role("button", name="Run the sweep").click()
     expect(panel.get_by_role("button", name="Stop")).to_be_visible()
-    live.wait(lambda: live.engine.running == 6)  # at once, for one batch
+    live.wait(lambda: live.engine.running == 6)  # in one batch
     panel.get_by_role("button", name="Stop").click()
     expect(panel.get_by_role("button", name="Run the sweep")).to_be_visible()
     live.wait(lambda: live.engine.running == 0)
     expect(panel.get_by_role("alert")).to_have_count(0)
-    seen.complaints.clear()  # the browser's, of the 400
+    seen.complaints.clear()  # of the browser about the 400
     seen.done(panel.get_by_role("button", name="Run the sweep"))
 
 
@@ -316,16 +334,16 @@ def test_attention_under_two_scalings(browser: Browser, live: Live) -> None:
     seen.done(page.get_by_role("button", name="Show the attention"))
 
 
-def test_attention_that_is_off_says_how_to_have_it(browser: Browser) -> None:
+def test_disabled_attention_names_its_option(browser: Browser) -> None:
     with live_server() as live:
         seen = enter(browser, live, "Attention")
         seen.page.get_by_role("button", name="Show the attention").click()
         expect(seen.page.get_by_role("alert")).to_contain_text("--attention-maps")
-        seen.complaints.clear()  # the browser's, of the 403
+        seen.complaints.clear()  # of the browser about the 403
         seen.done(seen.page.get_by_role("button", name="Show the attention"))
 
 
-def test_the_cache_is_drawn_and_follows(browser: Browser, live: Live) -> None:
+def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
     live.engine.engine_stats = live.engine.engine_stats.__class__(
         num_running=1, num_waiting=2, prefix_cache_queries=8, prefix_cache_hits=2
     )
@@ -337,25 +355,25 @@ def test_the_cache_is_drawn_and_follows(browser: Browser, live: Live) -> None:
     expect(figures.filter(has_text="Blocks in use")).to_contain_text("2 of 64")
     expect(page.get_by_role("img", name="1 held by one request, 1 by several, 1 kept, of 64")).to_be_visible()
     colours = page.evaluate(PIXELS)
-    assert colours[0] == colours[1] and len(set(colours)) == 3  # held twice, kept, free
+    assert colours[0] == colours[1] and len(set(colours)) == 3  # held twice, cached, free
     live.engine.engine_stats = live.engine.engine_stats.__class__(num_running=7)
     expect(figures.filter(has_text="Running")).to_contain_text("7")
     page.get_by_role("button", name="Pause").click()
-    assert all("willReadFrequently" in line for line in seen.complaints)  # this test reads the canvas
+    assert all("willReadFrequently" in line for line in seen.complaints)  # because this test reads the canvas
     seen.complaints.clear()
     seen.done(page.get_by_role("button", name="Go on"))
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
-def work(seen: Seen, room: str) -> None:
-    """Have the room show what it can."""
+# ---- all tabs -----------------------------------------------------------------------------------------------------
+def use(seen: Seen, tab: str) -> None:
+    """Show all parts of a tab."""
     page = seen.page
-    if room == "Chat":
+    if tab == "Chat":
         page.get_by_role("button", name="Compare").click()
         page.get_by_text("Settings", exact=True).click()
         seen.ask("hello")
         expect(page.locator(".message.assistant .facts")).to_have_count(2)
-    elif room == "Completion":
+    elif tab == "Completion":
         page.get_by_label("Text to continue").fill("once upon a time " * 8)
         page.get_by_text("Settings and rotary scaling").click()
         page.get_by_label("Kind").select_option("yarn")
@@ -363,40 +381,40 @@ def work(seen: Seen, room: str) -> None:
         expect(page.locator(".token")).to_have_count(60)
         page.locator(".token").nth(5).hover()
         expect(page.get_by_role("region", name="Likely tokens")).to_be_visible()
-    elif room == "Rotary":
+    elif tab == "Rotary":
         page.get_by_text("Every pair as numbers").click()
         page.get_by_label("Text, up to 4,096 tokens").fill("the quick brown fox " * 10)
         page.get_by_role("button", name="Run the sweep").click()
         expect(page.get_by_role("figure").filter(has_text="Perplexity by position")).to_be_visible()
-    elif room == "Attention":
+    elif tab == "Attention":
         page.get_by_role("button", name="Show the attention").click()
         expect(page.locator("canvas")).to_have_count(2)
     else:
         expect(page.locator(".pages canvas")).to_be_visible()
     expect(page.locator("[aria-busy=true]")).to_have_count(0)
-    if room == "Cache":
-        page.get_by_role("button", name="Pause").click()  # axe looks for a while
+    if tab == "Cache":
+        page.get_by_role("button", name="Pause").click()  # axe takes a while
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_accessible_and_fits(browser: Browser, live: Live, room: str, width: int) -> None:
-    """In both colour schemes: what is dark in one room at one width is light at the other, and in the next room."""
-    scheme = ("light", "dark")[(ROOMS.index(room) + (width > 390)) % 2]
-    live.engine.eos_after = None if room == "Completion" else 12
-    seen = enter(browser, live, room, viewport={"width": width, "height": 844}, color_scheme=scheme)
-    work(seen, room)
+@pytest.mark.parametrize("tab", TABS)
+def test_tab_is_accessible_and_fits(browser: Browser, live: Live, tab: str, width: int) -> None:
+    """Colour schemes alternate by tab and width."""
+    scheme = ("light", "dark")[(TABS.index(tab) + (width > 390)) % 2]
+    live.engine.eos_after = None if tab == "Completion" else 12
+    seen = enter(browser, live, tab, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    use(seen, tab)
     assert violations(seen.page) == []
     assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     clipped = seen.page.evaluate(CLIPPED)
     assert clipped == []
-    seen.done(seen.page.get_by_role("link", name=room))
+    seen.done(seen.page.get_by_role("link", name=tab))
 
 
-def test_every_control_of_a_room_is_reached_by_the_keyboard(browser: Browser, live: Live) -> None:
-    for room in ROOMS[1:]:
-        seen = enter(browser, live, room)
-        work(seen, room)
+def test_every_control_of_a_tab_is_reached_by_the_keyboard(browser: Browser, live: Live) -> None:
+    for tab in TABS[1:]:
+        seen = enter(browser, live, tab)
+        use(seen, tab)
         page = seen.page
         wanted = page.locator(
             ", ".join(f".floor:not([hidden]) {kind}:visible:not(:disabled)" for kind in CONTROLS)
@@ -408,5 +426,44 @@ def test_every_control_of_a_room_is_reached_by_the_keyboard(browser: Browser, li
             reached.add(page.evaluate(FOCUSED))
             if len(reached - {""}) == wanted:
                 break
-        assert len(reached - {""}) == wanted, room
-        seen.done(page.get_by_role("link", name=room))
+        assert len(reached - {""}) == wanted, tab
+        seen.done(page.get_by_role("link", name=tab))
+
+
+# ---- a real engine -------------------------------------------------------------------------------------------------------
+TEXT = "The wind rose, and the old sailor told the children about the storm. " * 24
+SCALINGS = {
+    "the server's own": None,
+    "YaRN, factor 4": {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1},
+    "Linear, factor 4": {"rope_type": "linear", "factor": 4},
+    "NTK-aware, factor 4": {"rope_type": "ntk", "factor": 4},
+}
+
+
+@pytest.mark.slow
+def test_sweep_equals_the_perplexity_of_separate_requests(browser: Browser) -> None:
+    with serve() as server:
+        ids = server.ask("/tokenize", prompt=TEXT)["tokens"]
+        assert len(ids) > 256
+
+        seen = Seen(browser, server, "/#rotary")
+        page = seen.page
+        for name in ("Linear, factor 4", "NTK-aware, factor 4"):
+            page.get_by_role("button", name=name, exact=True).click()
+        page.get_by_label("Text, up to 4,096 tokens").fill(TEXT)
+        page.get_by_role("button", name="Run the sweep").click()
+        expect(page.get_by_role("button", name="Run the sweep")).to_be_visible(timeout=60_000)
+        shown = dict(text.split(": perplexity ") for text in page.locator(".totals span").all_inner_texts())
+        assert list(shown) == list(SCALINGS)
+
+        # Each part of the text, up to 128, 256, … tokens and the end, is scored after the previous ones.
+        bounds = [0, *(length for length in (128, 256, 512, 1024) if length < len(ids)), len(ids)]
+        for name, scaling in SCALINGS.items():
+            surprise: list[float] = []
+            for begin, end in pairwise(bounds):
+                fields = {"rope_scaling": scaling} if scaling else {}
+                answer = server.complete(ids[:end], max_tokens=0, echo=True, logprobs=0, **fields)
+                surprise += [-p for p in answer["choices"][0]["logprobs"]["token_logprobs"][begin:] if p is not None]
+            assert float(shown[name]) == pytest.approx(math.exp(sum(surprise) / len(surprise)), rel=2e-3), name
+        assert len(set(shown.values())) == len(SCALINGS)
+        seen.done(page.get_by_role("button", name="Run the sweep"))

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import yaml
-from e2e_helpers.dashboard import PANELS
-from e2e_helpers.prometheus import ALERTS, ROOT, needs_prometheus, promtool
+from e2e_helpers.prometheus import ALERTS, PANELS, ROOT, needs_prometheus, promtool
 from typer.main import get_command
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
@@ -19,7 +18,7 @@ RULES = {rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["gr
 
 
 @needs_prometheus
-def test_the_rules_pass_their_tests():
+def test_rules_pass_their_tests():
     result = promtool("test", "rules", TESTS)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -38,7 +37,7 @@ def test_the_rules_pass_their_tests():
         ("for: 30s", "for: 5m"),
     ],
 )
-def test_a_changed_rule_fails_the_tests(old, new, tmp_path):
+def test_changed_rule_fails_the_tests(old, new, tmp_path):
     changed = ALERTS.read_text(encoding="utf-8").replace(old, new)
     assert changed != ALERTS.read_text(encoding="utf-8")
     (tmp_path / "alerts.yml").write_text(changed, encoding="utf-8")
@@ -69,7 +68,7 @@ def test_options_named_by_alerts_and_panels_exist():
     assert len(named) > 5 and not named - options
 
 
-def test_the_error_rate_counts_errors_of_the_server_only():
+def test_error_rate_counts_errors_of_the_server_only():
     counted = re.search(r'code=~"([^"]+)"', RULES["WindlassErrorRate"]["expr"])[1]
     faults = [internal_error(), to_api_error(DeadlineError("late")), to_api_error(EngineDeadError("dead"))]
     for error in faults:

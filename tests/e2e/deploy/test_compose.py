@@ -53,7 +53,7 @@ def test_external_images_have_a_full_version(name):
         assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
 
 
-def test_the_base_image_names_python_and_debian():
+def test_base_image_names_python_and_debian():
     bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert set(bases) == {"python:3.11-slim-bookworm"}
 
@@ -124,7 +124,7 @@ def test_grafana_queries_prometheus_at_its_scrape_interval():
     }
 
 
-def test_the_load_test_writes_to_a_writable_folder():
+def test_load_test_writes_to_a_writable_folder():
     service = SERVICES["loadtest"]
     assert service["volumes"] == ["reports:/reports"]
     options = dict(word.split("=", 1) for word in service["command"][2:])
@@ -136,7 +136,7 @@ def test_the_load_test_writes_to_a_writable_folder():
     assert "restart" not in service
 
 
-def test_the_load_test_is_a_command_of_the_image():
+def test_load_test_is_a_command_of_the_image():
     bench = get_command(cli.app).commands["bench"]  # type: ignore[attr-defined]
     command = SERVICES["loadtest"]["command"]
     assert command[:2] == ["bench", "serve"]

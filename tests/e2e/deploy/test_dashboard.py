@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_helpers.dashboard import DASHBOARD, FOLDER, PANELS, as_grafana_asks
+from e2e_helpers.prometheus import DASHBOARD, GRAFANA, PANELS, as_grafana_asks
 
 pytest.importorskip("grafana_foundation_sdk", reason="needs the extra e2e: pip install -e '.[e2e]'")
 pytest.importorskip("promql_parser", reason="needs the extra e2e: pip install -e '.[e2e]'")
@@ -39,18 +39,18 @@ def through_the_sdk(dashboard: Any) -> Any:
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
-def test_the_sdk_of_grafana_knows_every_field():
+def test_sdk_of_grafana_knows_every_field():
     assert list(lost_values(DASHBOARD, through_the_sdk(DASHBOARD), "dashboard")) == []
 
 
-def test_the_sdk_drops_unknown_fields():
+def test_sdk_drops_unknown_fields():
     text = json.dumps(DASHBOARD).replace('"fillOpacity"', '"fill"', 1).replace('"graphMode"', '"mode"', 1)
     wrong = json.loads(text)
     assert len(list(lost_values(wrong, through_the_sdk(wrong), "dashboard"))) == 2
 
 
 def test_every_query_uses_the_provisioned_data_source():
-    (source,) = yaml.safe_load((FOLDER / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
     wanted = {"type": source["type"], "uid": source["uid"]}
     for panel in PANELS:
         assert panel["datasource"] == wanted, panel["title"]
@@ -61,10 +61,10 @@ def test_every_query_uses_the_provisioned_data_source():
         assert len(set(references)) == len(references), panel["title"]
 
 
-def test_the_dashboard_is_provisioned_from_its_mount():
-    (provider,) = yaml.safe_load((FOLDER / "provisioning/dashboards/windlass.yml").read_text())["providers"]
+def test_dashboard_is_provisioned_from_its_mount():
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/windlass.yml").read_text())["providers"]
     assert provider["options"]["path"] == "/etc/grafana/dashboards"
-    assert f"{provider['options']['path']}/windlass.json" in (FOLDER / "grafana.ini").read_text()
+    assert f"{provider['options']['path']}/windlass.json" in (GRAFANA / "grafana.ini").read_text()
 
 
 def test_rates_use_the_interval_of_grafana():

@@ -37,11 +37,11 @@ def validate(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "document"), PLAIN, ids=[f"{name}-{one['kind']}" for name, one in PLAIN])
-def test_a_manifest_fits_its_schema(name: str, document: dict[str, Any]) -> None:
+def test_manifest_fits_its_schema(name: str, document: dict[str, Any]) -> None:
     validate(document)
 
 
-def test_a_wrong_manifest_does_not_fit() -> None:
+def test_wrong_manifest_does_not_fit() -> None:
     checker = pytest.importorskip("kubernetes_validate", reason="needs the extra e2e: pip install -e '.[e2e]'")
     (scaler,) = documents("autoscaling.yaml")
     scaler["spec"]["maxReplica"] = 8
@@ -55,7 +55,7 @@ def pod_templates() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_the_pods_of_a_ray_cluster_fit_their_schema(number: int) -> None:
+def test_pods_of_a_ray_cluster_fit_their_schema(number: int) -> None:
     template = pod_templates()[number]
     pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], "name": "x"}}
     validate(pod)
@@ -87,7 +87,7 @@ def test_pods_are_scaled_by_existing_metrics() -> None:
     assert (target["kind"], target["name"]) in {(one["kind"], one["metadata"]["name"]) for _, one in PLAIN}
 
 
-def test_a_ray_service_has_resources_for_its_replicas() -> None:
+def test_ray_service_has_resources_for_its_replicas() -> None:
     config = yaml.safe_load(RAY_SERVICE["spec"]["serveConfigV2"])
     (application,) = config["applications"]
     (workers,) = RAY_CLUSTER["workerGroupSpecs"]

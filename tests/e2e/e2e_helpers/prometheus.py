@@ -1,7 +1,8 @@
-"""Debian's Prometheus as a child process with a temporary database, and its tool."""
+"""Debian's Prometheus as a child process with a temporary database, its tool, and the queries of the Grafana dashboard."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,11 +19,19 @@ from helpers.eventually import LISTENING, ports
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+GRAFANA = ROOT / "deploy" / "grafana"
+DASHBOARD = json.loads((GRAFANA / "dashboards" / "windlass.json").read_text(encoding="utf-8"))
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="prometheus and promtool are not installed (Debian: apt-get install prometheus)",
 )
+
+
+def as_grafana_asks(expression: str) -> str:
+    """Set the variable of Grafana's own in a query."""
+    return expression.replace("$__rate_interval", "1m")
 
 
 def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -32,7 +41,7 @@ def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.Comp
 
 
 def write_config(folder: Path, key_file: Path, *targets: str) -> Path:
-    """Write the configuration with other targets and another path of the key, and the alerts next to it."""
+    """Write the configuration with other targets and another path of the key, and copy the alerts."""
     text = CONFIG.read_text(encoding="utf-8")
     for old, new in (('["windlass:8000"]', str(list(targets))), ("/server-key", str(key_file))):
         assert text.count(old) == 1, f"{old} is not in {CONFIG.name} once"
@@ -68,19 +77,19 @@ class Prometheus:
         self.eventually(lambda: self._http.get("/-/ready").status_code == 200, "Prometheus gets ready")
 
     def api(self, path: str, **parameters: str) -> Any:
-        """The data of an answer; fails with Prometheus' own message where there is none."""
+        """Return the data of an answer; fail with the message of an error."""
         answer = self._http.get(f"/api/v1/{path}", params=parameters).json()
         assert answer["status"] == "success", f"{parameters}: {answer}"
         return answer["data"]
 
     def query(self, expression: str) -> list[float]:
-        """The values of an instant vector."""
+        """Return the values of an instant vector."""
         data = self.api("query", query=expression)
         assert data["resultType"] == "vector"
         return [float(sample["value"][1]) for sample in data["result"]]
 
     def targets(self) -> dict[str, dict[str, Any]]:
-        """Active targets by address."""
+        """Return active targets by address."""
         return {target["labels"]["instance"]: target for target in self.api("targets")["activeTargets"]}
 
     def eventually(

@@ -47,14 +47,14 @@ def test_at_most_ten_targets_each_with_a_line_of_help() -> None:
     assert len(declared.split()) <= 11  # help itself is the default
 
 
-def test_the_first_command_installs(tmp_path: Path) -> None:
+def test_first_command_installs(tmp_path: Path) -> None:
     for goal, extras in (("serve", ""), ("test", "[dev]"), ("check", "[dev]"), ("test-all", "[dev,e2e]")):
         printed = commands(tmp_path / goal, goal)
         assert installs(printed)[0] == f"-e '.{extras}'"
         assert sum(line.startswith('echo "== installing') for line in printed) == 1
 
 
-def test_an_unchanged_environment_is_not_installed_again(tmp_path: Path) -> None:
+def test_unchanged_environment_is_not_installed_again(tmp_path: Path) -> None:
     venv = environment(tmp_path / "venv", "server")
     assert installs(commands(venv, "serve", "UNBUILT=")) == []
     assert installs(commands(venv, "test", "UNBUILT=")) == ["-e '.[dev]'"]
@@ -111,7 +111,7 @@ def test_each_target_runs_its_tests(words: list[str], expected: list[str], tmp_p
     assert [line.removeprefix(f"{venv}/bin/pytest ") for line in run] == expected
 
 
-def test_the_gpu_target_tests_engines_kernels_and_servers(tmp_path: Path) -> None:
+def test_gpu_target_tests_engines_kernels_and_servers(tmp_path: Path) -> None:
     venv = environment(tmp_path / "venv", "dev,e2e")
     lines = [line for line in commands(venv, "test-gpu", "TESTERS=14", "MARKS=slow") if "/pytest " in line]
     assert lines[0].endswith("; engines=$?; \\") and lines[1].endswith(" && exit $engines")  # both run, and both count
@@ -121,14 +121,14 @@ def test_the_gpu_target_tests_engines_kernels_and_servers(tmp_path: Path) -> Non
     assert all(list(ROOT.glob(path)) for path in paths)
 
 
-def test_the_ci_scripts_run_the_targets_of_the_makefile() -> None:
+def test_ci_scripts_run_the_targets_of_the_makefile() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.findall(r"^make ([\w-]+)", script, re.MULTILINE) == ["check", "test", "test-all"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "      - run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
 
 
-def test_a_build_reuses_compiled_kernels_and_compiles_changed_ones(tmp_path: Path) -> None:
+def test_build_reuses_compiled_kernels_and_compiles_changed_ones(tmp_path: Path) -> None:
     clone = copy_clone(tmp_path / "clone")
     code = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
     suffix = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -45,7 +45,7 @@ def test_configuration_files_follow_their_schemas(schema, file):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_extras_of_tests_are_separate():
+def test_extras_of_tests_are_separate():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     dev, e2e = ({Requirement(text).name for text in extras[name]} for name in ("dev", "e2e"))
     assert {"pytest", "ruff", "mypy", "import-linter"} <= dev
@@ -76,7 +76,7 @@ def test_copied_files_exist_and_are_in_the_build_context():
             assert any(held), f"{link.name} would dangle"
 
 
-def test_the_image_has_all_files_that_a_build_reads():
+def test_image_has_all_files_that_a_build_reads():
     """pip builds both distributions in it: the server's at its root, the client's in clients/."""
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "src", "clients"} <= set(copied_paths())
 
@@ -105,7 +105,7 @@ def test_torch_is_pinned_and_installed_from_the_index_of_its_device():
     assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_build_argument_selects_torch_and_the_device():
+def test_build_argument_selects_torch_and_the_device():
     before, build, final = DOCKERFILE.split("\nFROM ")
     assert re.findall(r"^ARG .+$", before, re.MULTILINE) == ["ARG DEVICE=cpu"]
     # An argument from before the first stage must be declared again in each stage.
@@ -113,7 +113,7 @@ def test_the_build_argument_selects_torch_and_the_device():
     assert "\nARG DEVICE\n" in final and "WINDLASS_DEVICE=$DEVICE " in final
 
 
-def test_the_image_runs_unprivileged_and_the_server_receives_signals():
+def test_image_runs_unprivileged_and_the_server_receives_signals():
     final_stage = DOCKERFILE.split("\nFROM ")[-1]
     assert re.findall(r"^USER (.+)$", final_stage, re.MULTILINE) == ["10001"]
     assert json.loads(re.search(r"^ENTRYPOINT (.+)$", final_stage, re.MULTILINE)[1]) == ["windlass"]
@@ -185,7 +185,7 @@ def locked() -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def test_the_lock_has_one_version_of_every_requirement_with_hashes():
+def test_lock_has_one_version_of_every_requirement_with_hashes():
     maker = runpy.run_path(str(ROOT / "deploy" / "make_lock.py"))
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     found = locked()

@@ -1,4 +1,4 @@
-"""Wheels of the server and of the client: their files, their requirements, and a server that runs from both."""
+"""Wheels of the server and of the client: their files, their requirements, a server that runs from both, and the client alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_helpers.builds import build, copy_clone
+from e2e_helpers.builds import ROOT, build, copy_clone
+from helpers.real_server import RealServer, serve
 from packaging.requirements import Requirement
 
 from windlass import __version__
 
-pytestmark = pytest.mark.slow  # builds wheels
+pytestmark = pytest.mark.slow  # builds wheels and installs into an environment
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def requirement_of_the_client(metadata: email.message.Message) -> str:
     return found
 
 
-def test_the_wheel_of_the_client_has_the_files_of_its_folder(clone: Path, client: Path) -> None:
+def test_wheel_of_the_client_has_the_files_of_its_folder(clone: Path, client: Path) -> None:
     folder = clone / "clients"
     wanted = {
         str(path.relative_to(folder)) for pattern in ("*.py", "*.j2", "assets/*") for path in folder.rglob(pattern)
@@ -152,7 +154,7 @@ def test_pip_installs_a_clone_with_the_client_of_its_folder(clone: Path, argumen
     assert planned["windlass-client"] == (clone / "clients").as_uri()
 
 
-def test_a_source_archive_requires_the_client_by_version(clone: Path, tmp_path: Path) -> None:
+def test_source_archive_requires_the_client_by_version(clone: Path, tmp_path: Path) -> None:
     archive = build(clone, "sdist", tmp_path / "sdist")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
@@ -169,3 +171,93 @@ def test_a_source_archive_requires_the_client_by_version(clone: Path, tmp_path: 
     assert (
         requirement_of_the_client(email.message_from_bytes(metadata.read_bytes())) == f"windlass-client=={__version__}"
     )
+
+
+# ---- the client alone ----------------------------------------------------------------------------------------------------
+LARGEST_MB = 200
+
+
+@pytest.fixture(scope="module")
+def alone(client: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the client's wheel and its requirements, without server and torch."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "env" / "bin" / "python"), "install", "--retries"]
+    command += ["1", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"), str(client)]
+    installed = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    if installed.returncode != 0 and "after connection broken by" in installed.stderr:
+        pytest.skip("no package index can be reached from here")
+    assert installed.returncode == 0, installed.stderr
+    return folder / "env" / "bin"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RealServer]:
+    with serve("--kv-cache-memory", "64MiB") as server:
+        yield server
+
+
+def environment() -> dict[str, str]:
+    """The environment without this checkout and without settings of Windlass."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith(("WINDLASS_", "OPENAI_"))}
+
+
+def run(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command outside the checkout, whose packages would be found first."""
+    arguments = [str(word) for word in command]
+    return subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_environment_is_small_and_has_no_server(alone: Path, tmp_path: Path) -> None:
+    code = """
+import importlib.util, json, windlass, windlass.clients
+heavy = ("torch", "fastapi", "uvicorn", "tokenizers", "safetensors")
+heavy += ("windlass.server", "windlass.engine", "windlass.kernels", "windlass.lab")
+print(json.dumps([windlass.__file__, [name for name in heavy if importlib.util.find_spec(name)]]))
+"""
+    result = run(alone / "python", "-c", code, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [None, []]  # a namespace has no file
+    size = sum(path.stat().st_size for path in alone.parent.rglob("*") if path.is_file() and not path.is_symlink())
+    assert size < LARGEST_MB * 1_000_000
+
+
+def test_client_works_alone(alone: Path, running: RealServer, tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from windlass.clients import AsyncClient, BadRequestError, Client, RopeScaling
+
+url = sys.argv[1]
+with Client(base_url=url) as client:
+    answer = client.completions("The king", max_tokens=8, temperature=0, rope_scaling=RopeScaling.yarn(factor=2))
+    assert answer.usage.completion_tokens == 8 and answer.rotary.rope_type == "yarn"
+    with client.completions("The king", max_tokens=8, temperature=0, stream=True) as stream:
+        text = "".join(chunk.text for chunk in stream)
+    try:
+        client.completions("The king", temperature=-1)
+    except BadRequestError as error:
+        assert error.param == "temperature"
+    assert client.metrics().value("windlass_request_success_total") >= 2
+
+async def complete():
+    async with AsyncClient(base_url=url) as client:
+        return (await client.completions("The king", max_tokens=8, temperature=0)).text
+
+assert asyncio.run(complete()) == text != ""
+"""
+    result = run(alone / "python", "-c", code, running.url, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_load_tester_works_alone(alone: Path, running: RealServer, tmp_path: Path) -> None:
+    program = alone / "windlass-bench"
+    load = ["--url", running.url, "--input-len", 16, "--output-len", 4, "--num-prompts", 40, "--concurrency", 4]
+    for name in ("a", "b"):
+        result = run(program, "serve", *load, "--json", f"{name}.json", "--html", f"{name}.html", folder=tmp_path)
+        assert result.returncode == 0 and "40 completed, 0 failed" in result.stdout, result.stderr
+        assert (tmp_path / f"{name}.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    compared = run(program, "compare", "a.json", "b.json", folder=tmp_path)
+    assert compared.returncode == 0 and "B is" in compared.stdout, compared.stderr
+    assert run(program, "report", "a.json", "b.json", "--html", "both.html", folder=tmp_path).returncode == 0
+    wrong = run(program, "serve", "--url", running.url, "--num-prompt", 3, folder=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--num-prompts" in wrong.stderr

@@ -1,9 +1,6 @@
-"""Structured answers and calls of tools through other people's Python clients, each against a running server.
+"""Structured answers and tool calls through third-party Python clients of a running server (`checks` has the arguments).
 
-    python python_clients.py http://127.0.0.1:8000/v1 MODEL NAME …
-
-Runs the checks whose names begin with one of these, in an environment that holds their clients; prints a line for each and ends
-with 1 where one fails. Knows nothing of Windlass: all it has is the address of an OpenAI-compatible server.
+Imports nothing of Windlass. URL: that of any OpenAI-compatible server, http://127.0.0.1:8000/v1 for example.
 """
 
 from __future__ import annotations
@@ -11,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import traceback
-from collections.abc import Callable
 from typing import Any, Literal
 
+from checks import check, main
 from pydantic import BaseModel
 
 BASE, MODEL = sys.argv[1], sys.argv[2]
@@ -22,7 +18,6 @@ KEY = "none"
 LENGTH = 300  # tokens: a small model may put many spaces between words
 SHORT: dict[str, Any] = {"max_tokens": LENGTH, "temperature": 0}
 QUESTION = "What is the weather in Rome?"
-CHECKS: dict[str, Callable[[], None]] = {}
 
 
 class Weather(BaseModel):
@@ -33,7 +28,7 @@ class Weather(BaseModel):
 
 
 class City(BaseModel):
-    """Where the weather is asked for."""
+    """City of the weather."""
 
     city: Literal["Rome", "Paris", "Oslo"]
 
@@ -51,13 +46,8 @@ TOOL: dict[str, Any] = {
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
-
-
 def called(name: str, arguments: str | dict[str, Any]) -> str:
-    """The city a call asks for; AssertionError where it is no call of the tool."""
+    """The city of a call, which must be one of the tool."""
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     assert name == "weather" and set(given) == {"city"} and given["city"] in ("Rome", "Paris", "Oslo"), (name, given)
     return str(given["city"])
@@ -93,14 +83,8 @@ def openai_tools() -> None:
         model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice="required", **SHORT
     ).choices[0]
     assert first.finish_reason == "tool_calls"
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": "sunny in " + called(call.function.name, call.function.arguments),
-        }
-        for call in first.message.tool_calls
-    ]
+    weather = {call.id: called(call.function.name, call.function.arguments) for call in first.message.tool_calls}
+    results = [{"role": "tool", "tool_call_id": call, "content": f"sunny in {city}"} for call, city in weather.items()]
     assert results
     history = [*MESSAGES, first.message, *results]
     second = client.chat.completions.create(
@@ -127,9 +111,7 @@ def openai_tools_streamed() -> None:
 def _langchain() -> Any:
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(
-        base_url=BASE, api_key=KEY, model=MODEL, max_tokens=LENGTH, temperature=0, max_retries=0, timeout=120
-    )
+    return ChatOpenAI(base_url=BASE, api_key=KEY, model=MODEL, max_retries=0, timeout=120, **SHORT)
 
 
 @check
@@ -205,16 +187,8 @@ def instructor_streamed() -> None:
 def _litellm(messages: list[Any] = MESSAGES, **fields: Any) -> Any:
     import litellm
 
-    return litellm.completion(
-        model=f"openai/{MODEL}",
-        api_base=BASE,
-        api_key=KEY,
-        messages=messages,
-        max_tokens=LENGTH,
-        temperature=0,
-        num_retries=0,
-        **fields,
-    )
+    server = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY}
+    return litellm.completion(**server, messages=messages, num_retries=0, **SHORT, **fields)
 
 
 @check
@@ -234,8 +208,8 @@ def litellm_tools() -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     called(call.function.name, call.function.arguments)
     for answer in (asking, asking.model_dump()):
-        told = _litellm([*MESSAGES, answer, result], tools=[TOOL], tool_choice="none").choices[0].message
-        assert told.content and not told.tool_calls
+        answered = _litellm([*MESSAGES, answer, result], tools=[TOOL], tool_choice="none").choices[0].message
+        assert answered.content and not answered.tool_calls
     pieces = list(_litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=True))
     built = litellm.stream_chunk_builder(pieces)
     (call,) = built.choices[0].message.tool_calls
@@ -248,16 +222,8 @@ def litellm_tools() -> None:
 def _llama_index() -> Any:
     from llama_index.llms.openai_like import OpenAILike
 
-    return OpenAILike(
-        model=MODEL,
-        api_base=BASE,
-        api_key=KEY,
-        is_chat_model=True,
-        is_function_calling_model=True,
-        max_tokens=LENGTH,
-        temperature=0,
-        max_retries=0,
-    )
+    abilities = {"is_chat_model": True, "is_function_calling_model": True}
+    return OpenAILike(model=MODEL, api_base=BASE, api_key=KEY, max_retries=0, **abilities, **SHORT)
 
 
 @check
@@ -267,7 +233,7 @@ def llama_index_structured() -> None:
 
     llm = _llama_index()
     assert isinstance(llm.structured_predict(Weather, PromptTemplate(QUESTION)), Weather)
-    # stream_structured_predict leaves it to the model whether to call at all.
+    # With stream_structured_predict, the model chooses whether to make a call.
     program = FunctionCallingProgram.from_defaults(
         output_cls=Weather, prompt=PromptTemplate(QUESTION), llm=llm, tool_choice="Weather"
     )
@@ -297,20 +263,11 @@ def llama_index_tools() -> None:
 # --- openai-agents --------------------------------------------------------------------------------------------------
 
 
-def _agents_model() -> Any:
-    import openai
-    from agents import OpenAIChatCompletionsModel, set_tracing_disabled
+def _agents(model: Any, asked: list[str], stop: str = "run_llm_again", **settings: Any) -> tuple[Any, Any]:
+    """An agent with a structured answer, and one that must call a tool. asked: cities of its calls."""
+    from agents import Agent, ModelSettings, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120)
-    return OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
-
-
-@check
-def openai_agents() -> None:
-    from agents import Agent, ModelSettings, Runner, function_tool
-
-    asked: list[str] = []
 
     @function_tool
     def weather(city: Literal["Rome", "Paris", "Oslo"]) -> str:
@@ -318,18 +275,23 @@ def openai_agents() -> None:
         asked.append(city)
         return f"sunny in {city}"
 
+    structured = Agent(name="a", model=model, output_type=Weather, model_settings=ModelSettings(**SHORT))
+    must = ModelSettings(**SHORT, tool_choice="required", **settings)
+    return structured, Agent(name="b", model=model, tools=[weather], model_settings=must, tool_use_behavior=stop)
+
+
+@check
+def openai_agents() -> None:
+    import openai
+    from agents import OpenAIChatCompletionsModel, Runner
+
+    asked: list[str] = []
+    client = openai.AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120)
+
     async def run() -> None:
-        model = _agents_model()
-        short = ModelSettings(temperature=0, max_tokens=LENGTH)
-        structured = Agent(name="a", model=model, output_type=Weather, model_settings=short)
+        model = OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+        structured, caller = _agents(model, asked, "stop_on_first_tool")
         assert isinstance((await Runner.run(structured, QUESTION)).final_output, Weather)
-        caller = Agent(
-            name="b",
-            model=model,
-            tools=[weather],
-            model_settings=ModelSettings(temperature=0, max_tokens=LENGTH, tool_choice="required"),
-            tool_use_behavior="stop_on_first_tool",
-        )
         assert (await Runner.run(caller, QUESTION)).final_output == f"sunny in {asked[0]}"
         result = Runner.run_streamed(caller, QUESTION)
         kinds = [event.type async for event in result.stream_events()]
@@ -350,7 +312,7 @@ def pydantic_ai() -> None:
 
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE, api_key=KEY))
     for output in (NativeOutput(Weather), ToolOutput(Weather)):
-        agent = Agent(model, output_type=output, model_settings={"max_tokens": LENGTH, "temperature": 0}, retries=0)
+        agent = Agent(model, output_type=output, model_settings=SHORT, retries=0)
         assert isinstance(agent.run_sync(QUESTION).output, Weather)
 
         async def streamed(agent: Any = agent) -> None:
@@ -360,7 +322,7 @@ def pydantic_ai() -> None:
         asyncio.run(streamed())
 
 
-# --- openai and openai-agents by way of responses -------------------------------------------------------------------
+# --- openai and openai-agents with /v1/responses ----------------------------------------------------------------------
 
 
 @check
@@ -374,8 +336,8 @@ def items_openai() -> None:
         "call_id": call.call_id,
         "output": f"sunny in {called(call.name, call.arguments)}",
     }
-    told = client.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **asked)
-    assert told.output_text and told.usage.input_tokens > first.usage.input_tokens
+    answered = client.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **asked)
+    assert answered.output_text and answered.usage.input_tokens > first.usage.input_tokens
     chosen = {"type": "function", "name": "weather"}
     with client.responses.stream(input=QUESTION, tool_choice=chosen, **asked) as stream:
         kinds = [event.type for event in stream]
@@ -391,26 +353,16 @@ def items_openai() -> None:
 @check
 def items_agents() -> None:
     import openai
-    from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+    from agents import Runner, set_default_openai_client
 
-    set_tracing_disabled(True)
     set_default_openai_client(openai.AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120))
     asked: list[str] = []
 
-    @function_tool
-    def weather(city: Literal["Rome", "Paris", "Oslo"]) -> str:
-        """The weather in a city."""
-        asked.append(city)
-        return f"sunny in {city}"
-
     async def run() -> None:
-        short = ModelSettings(temperature=0, max_tokens=LENGTH)
-        structured = Agent(name="a", model=MODEL, output_type=Weather, model_settings=short)
+        structured, caller = _agents(MODEL, asked, parallel_tool_calls=False)
         assert isinstance((await Runner.run(structured, QUESTION)).final_output, Weather)
-        must = ModelSettings(temperature=0, max_tokens=LENGTH, tool_choice="required", parallel_tool_calls=False)
-        caller = Agent(name="b", model=MODEL, tools=[weather], model_settings=must)
-        told = await Runner.run(caller, QUESTION, max_turns=3)
-        assert isinstance(told.final_output, str) and len(asked) == 1
+        answered = await Runner.run(caller, QUESTION, max_turns=3)
+        assert isinstance(answered.final_output, str) and len(asked) == 1
         streamed = Runner.run_streamed(caller, QUESTION, max_turns=3)
         kinds = [event.type async for event in streamed.stream_events()]
         assert "raw_response_event" in kinds and "run_item_stream_event" in kinds and len(asked) == 2
@@ -447,29 +399,14 @@ def items_anthropic() -> None:
         assert stream.get_final_message().content[0].input == call.input and "input_json" in kinds
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     history = [*MESSAGES, {"role": "assistant", "content": asking.content}, {"role": "user", "content": [result]}]
-    told = client.messages.create(messages=history, tool_choice={"type": "none"}, **offer)
-    assert told.content[0].type == "text"
+    answered = client.messages.create(messages=history, tool_choice={"type": "none"}, **offer)
+    assert answered.content[0].type == "text"
     try:
         client.messages.create(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}], **short)
     except anthropic.BadRequestError as error:
         assert error.body["error"]["param"] == "messages[0].content[0].type" and error.request_id
     else:
         raise AssertionError("an image was accepted")
-
-
-def main() -> int:
-    failed = 0
-    for name, run in CHECKS.items():
-        if not name.startswith(tuple(sys.argv[3:])):
-            continue
-        try:
-            run()
-            print(f"ok {name}", flush=True)
-        except Exception as error:
-            failed += 1
-            print(f"FAILED {name}: {type(error).__name__}: {' '.join(str(error).split())[:600]}", flush=True)
-            traceback.print_exc()
-    return min(failed, 1)
 
 
 if __name__ == "__main__":

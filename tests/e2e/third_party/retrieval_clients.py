@@ -1,9 +1,6 @@
-"""Embeddings and rerankings through other people's Python clients, each against a running server.
+"""Embeddings and rankings through third-party Python clients of a running server (`checks` has the arguments).
 
-    python retrieval_clients.py http://127.0.0.1:8000 MODEL NAME …
-
-Runs the checks whose names begin with one of these, in an environment that holds their clients; prints a line for each and ends
-with 1 where one fails. Knows nothing of Windlass but its address.
+Imports nothing of Windlass. URL: http://127.0.0.1:8000, for example.
 """
 
 from __future__ import annotations
@@ -11,20 +8,15 @@ from __future__ import annotations
 import base64
 import struct
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from checks import check, main
 
 ROOT, MODEL = sys.argv[1], sys.argv[2]
 KEY = "none"
 QUERY = "The king said that the sea is wide"
 DOCUMENTS = ["Once upon a time there was a girl.", QUERY, "She went to the house."]
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def close(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -41,7 +33,7 @@ def openai_float_and_base64() -> None:
 
     with openai.OpenAI(base_url=f"{ROOT}/v1", api_key=KEY) as client:
         plain = client.embeddings.create(model=MODEL, input=DOCUMENTS, encoding_format="float")
-        packed = client.embeddings.create(model=MODEL, input=DOCUMENTS)  # base64, which the client reads
+        packed = client.embeddings.create(model=MODEL, input=DOCUMENTS)  # base64, which the client decodes
         raw = client.embeddings.create(model=MODEL, input=DOCUMENTS, encoding_format="base64")
     assert [item.index for item in plain.data] == [0, 1, 2] and plain.usage.prompt_tokens > 10
     for one, two, three in zip(plain.data, packed.data, raw.data, strict=True):
@@ -70,7 +62,7 @@ def openai_dimensions_and_errors() -> None:
 def _langchain() -> Any:
     from langchain_openai import OpenAIEmbeddings
 
-    # With its check on it counts tokens as OpenAI's models have them, and sends those ids.
+    # With its check it would send token ids of OpenAI's models.
     return OpenAIEmbeddings(model=MODEL, base_url=f"{ROOT}/v1", api_key=KEY, check_embedding_ctx_length=False)
 
 
@@ -119,21 +111,6 @@ def cohere_rerank() -> None:
         answer = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=2)
         assert answer.results[0].index == 1 and len(answer.results) == 2
         assert answer.results[0].relevance_score > answer.results[1].relevance_score
-
-
-def main() -> int:
-    failed = 0
-    for name, run in CHECKS.items():
-        if not name.startswith(tuple(sys.argv[3:])):
-            continue
-        try:
-            run()
-            print(f"ok {name}", flush=True)
-        except Exception as error:
-            failed += 1
-            print(f"FAILED {name}: {type(error).__name__}: {' '.join(str(error).split())[:600]}", flush=True)
-            traceback.print_exc()
-    return min(failed, 1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Other people's clients against a real server: structured answers and calls of tools.
+"""Third-party clients of a real server: structured answers, tool calls, embeddings and rankings.
 
-docs/outside-tools.md makes their environments. Skipped where there are none: they hold hundreds of packages, which nothing
-here needs.
+Skipped without their environments of hundreds of packages, which docs/outside-tools.md describes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def server() -> Iterator[RealServer]:
         yield running
 
 
-def passes(command: list[str], folder: Path, checks: int) -> None:
-    """Every check of a script passes, and there are so many."""
-    # The clients count tokens or trace by services of their own; nothing of that is had here, nor wanted.
+def run_checks(command: list[str], folder: Path, checks: int) -> None:
+    """Run a script, whose checks must pass. checks: their number."""
+    # Some clients refuse to start without a key of OpenAI.
     environment = {**os.environ, "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1000)
     lines = done.stdout.splitlines()
@@ -51,25 +50,27 @@ def passes(command: list[str], folder: Path, checks: int) -> None:
         ("items", ["items"], 3),
     ],
 )
-def test_python_clients(request: pytest.FixtureRequest, environment: str, names: list[str], checks: int) -> None:
+def test_python_clients_pass(request: pytest.FixtureRequest, environment: str, names: list[str], checks: int) -> None:
     python = CLIENTS / environment / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no Python clients in {python.parent}")
     server: RealServer = request.getfixturevalue("server")
-    passes([str(python), str(HERE / "python_clients.py"), f"{server.url}/v1", "model", *names], python.parent, checks)
+    run_checks(
+        [str(python), str(HERE / "python_clients.py"), f"{server.url}/v1", "model", *names], python.parent, checks
+    )
 
 
-def test_retrieval_clients() -> None:
+def test_retrieval_clients_pass() -> None:
     python = CLIENTS / "retrieval" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no clients for retrieval in {python.parent}")
     with serve("--served-model-name", "model", model="demo") as running:
-        passes([str(python), str(HERE / "retrieval_clients.py"), running.url, "model", ""], python.parent, 7)
+        run_checks([str(python), str(HERE / "retrieval_clients.py"), running.url, "model", ""], python.parent, 7)
 
 
-def test_javascript_clients(request: pytest.FixtureRequest) -> None:
+def test_javascript_clients_pass(request: pytest.FixtureRequest) -> None:
     folder, node = CLIENTS / "node", shutil.which("node")
     if node is None or not (folder / "node_modules").is_dir():
         pytest.skip(f"no node, or no packages in {folder}")
     server: RealServer = request.getfixturevalue("server")
-    passes([node, str(HERE / "javascript_clients.mjs"), f"{server.url}/v1", "model"], folder, 8)
+    run_checks([node, str(HERE / "javascript_clients.mjs"), f"{server.url}/v1", "model"], folder, 8)

@@ -50,7 +50,7 @@ def find(index: PassageIndex, prompt: Sequence[int], at_least: int, scope: bytes
     return index.search(scope, prompt, PassageSearch(0, len(prompt), at_least))
 
 
-def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block], size: int) -> None:
+def assert_correct(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block], size: int) -> None:
     """Check a passage: its tokens are equal, its blocks are consecutive and all needed."""
     by_digest = {block.digest: block for block in blocks}
     found = [by_digest[digest] for digest in passage.digests]
@@ -73,7 +73,7 @@ def cover(
         return before is not None and behind.position == before.position + size
 
     def right(block: Block, offset: int, at: int) -> int:
-        """The end of a match that continues with this token of this block."""
+        """End of a match that continues with this token of this block."""
         if at == end or prompt[at] != block.token_ids[offset]:
             return at
         if offset + 1 < size:
@@ -82,13 +82,12 @@ def cover(
         return max([at + 1, *(right(one, 0, at + 1) for one in behind)])
 
     def left(block: Block, offset: int, at: int, begin: int) -> int:
-        """The start of a match that has this token of this block at `at`."""
+        """Start of a match that has this token of this block at `at`."""
         before: Block | None = block
         if offset == 0:
             before, offset = by_digest.get(block.parent), size
             if not follows(block, before):
                 return at
-        assert before is not None
         if at == begin or prompt[at - 1] != before.token_ids[offset - 1]:
             return at
         return left(before, offset - 1, at - 1, begin)
@@ -122,7 +121,7 @@ def make_cache(rng: random.Random) -> Cache:
     for text in texts:
         made = chain(text, size, first_position=rng.choice([0, 0, 5]))
         if len(made) > 1 and rng.random() < 0.5:
-            # Computed after moved keys: the same tokens after the same block, with another digest.
+            # Computed after a shift: the same tokens after the same block, with another digest.
             at = rng.randint(1, len(made) - 1)
             apart = chain(text[at * size :], size, root=b"apart", first_position=rng.choice([at * size, 50]))
             parents = [made[at - 1].digest, *(block.digest for block in apart)]
@@ -144,21 +143,21 @@ def make_cache(rng: random.Random) -> Cache:
 caches = st.integers(0, 2**32).map(random.Random).map(make_cache)
 
 
-def _hash_by_sums(self, block_size: int) -> None:  # type: ignore[no-untyped-def]
+def _hash_by_sums(self, block_size: int) -> None:
     self.block_size, self._base, self._inverse = block_size, np.uint64(1), np.uint64(1)
     self._first_powers = [1] * block_size
 
 
 @settings(max_examples=300)
 @given(caches, st.integers(0, 9), st.booleans(), st.data())
-def test_what_is_found_is_what_a_comparison_token_by_token_finds(
+def test_search_equals_a_comparison_token_by_token(
     cache: Cache, at_least: int, weak: bool, data: st.DataObject
 ) -> None:
     size, blocks, prompt = cache
     other = [block for block in blocks if data.draw(st.booleans())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(non_prefix_reuse, "_MAX_CANDIDATES", 10_000)
-        if weak:  # then all windows of the same tokens in any order have one hash
+        if weak:  # windows of the same tokens in any order then have one hash
             patch.setattr(non_prefix_reuse._WindowHashes, "__init__", _hash_by_sums)
         index = PassageIndex(size)
         add(index, blocks)
@@ -166,11 +165,11 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         check_passages(index)
         start = data.draw(st.integers(0, len(prompt)))
         end = data.draw(st.integers(start, len(prompt)))
-        for scope, there in ((SCOPE, blocks), (OTHER, other), (b"nobody", [])):
+        for scope, present in ((SCOPE, blocks), (OTHER, other), (b"unknown", [])):
             found = index.search(scope, prompt, PassageSearch(start, end, at_least))
             for passage in found:
-                assert_true(passage, prompt, there, size)
-            assert [(p.start, p.end) for p in found] == cover(prompt, there, size, at_least, start, end)
+                assert_correct(passage, prompt, present, size)
+            assert [(p.start, p.end) for p in found] == cover(prompt, present, size, at_least, start, end)
         edges = sorted(data.draw(st.lists(st.integers(0, len(prompt)), max_size=6)))
         spans = list(zip(edges[::2], edges[1::2], strict=False))
         if spans:
@@ -185,7 +184,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
 
 
 @given(caches, st.data())
-def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, data: st.DataObject) -> None:
+def test_a_bounded_search_finds_only_true_passages(cache: Cache, data: st.DataObject) -> None:
     size, blocks, prompt = cache
     index = PassageIndex(size)
     add(index, blocks)
@@ -195,42 +194,42 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
         patch.setattr(non_prefix_reuse, "_MAX_STEPS", data.draw(st.integers(0, 12)))
         found = find(index, prompt, 1)
     for passage in found:
-        assert_true(passage, prompt, blocks, size)
+        assert_correct(passage, prompt, blocks, size)
     assert all(before.end <= behind.start for before, behind in itertools.pairwise(found))
 
 
 @given(caches, st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 11)), max_size=60))
-def test_the_books_are_exact_after_any_coming_and_going(cache: Cache, moves: list[tuple[bool, int, int]]) -> None:
+def test_the_index_is_consistent_after_random_changes(cache: Cache, moves: list[tuple[bool, int, int]]) -> None:
     size, blocks, prompt = cache
     index = PassageIndex(size)
-    there: dict[bytes, list[bytes]] = {}  # digest -> its scopes, the latest last
-    for come, which, scope_number in moves:
+    present: dict[bytes, list[bytes]] = {}  # digest -> its scopes, the latest last
+    for added, which, scope_number in moves:
         if not blocks:
             break
         block, scope = blocks[which % len(blocks)], b"%d" % scope_number
-        if come:
+        if added:
             add(index, [block], scope)
-            scopes = there.setdefault(block.digest, [])
+            scopes = present.setdefault(block.digest, [])
             if scope not in scopes:
-                there[block.digest] = [*scopes, scope][-8:]
+                present[block.digest] = [*scopes, scope][-8:]
         else:
             index.remove(block.digest)
-            there.pop(block.digest, None)
+            present.pop(block.digest, None)
         check_passages(index)
-        assert len(index) == len(there) and all(
-            bool(index.scopes_of(one.digest)) == (one.digest in there) for one in blocks
+        assert len(index) == len(present) and all(
+            bool(index.scopes_of(one.digest)) == (one.digest in present) for one in blocks
         )
     for block in blocks:
         for number in range(12):
             found = find(index, block.token_ids, size, b"%d" % number)
-            assert any(p.digests == (block.digest,) for p in found) <= (b"%d" % number in there.get(block.digest, ()))
+            assert any(p.digests == (block.digest,) for p in found) <= (b"%d" % number in present.get(block.digest, ()))
     for block in blocks:
         index.remove(block.digest)
     check_passages(index)
     assert len(index) == 0 and not find(index, prompt, 1)
 
 
-def test_a_passage_stands_at_any_offset_and_its_last_block_may_be_left_in_the_middle() -> None:
+def test_a_passage_may_start_and_end_within_blocks() -> None:
     index, size = PassageIndex(4), 4
     blocks = chain(range(100, 140), size, first_position=1000)
     add(index, blocks)
@@ -242,7 +241,7 @@ def test_a_passage_stands_at_any_offset_and_its_last_block_may_be_left_in_the_mi
     assert (short.start, short.end, short.offset, short.position) == (5, 20, 0, 1008)
 
 
-def test_a_passage_does_not_cross_a_span_s_edge_nor_a_jump_of_positions() -> None:
+def test_a_passage_crosses_no_span_edge_and_no_position_jump() -> None:
     index, size = PassageIndex(4), 4
     blocks = chain(range(40), size)
     add(index, blocks[:5])
@@ -256,11 +255,11 @@ def test_a_passage_does_not_cross_a_span_s_edge_nor_a_jump_of_positions() -> Non
 
 
 @pytest.mark.parametrize("longer_first", [True, False])
-def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_found(longer_first: bool) -> None:
+def test_the_longest_of_several_continuations_is_found(longer_first: bool) -> None:
     index, size = PassageIndex(2), 2
     plain = chain([1, 2, 3, 4, 5, 6, 7, 8], size)
     other = [
-        Block(b"3", plain[0].digest, (3, 4), 2),  # as after moved keys: equal tokens after the same block
+        Block(b"3", plain[0].digest, (3, 4), 2),  # as after a shift: equal tokens after the same block
         Block(b"4", b"3", (5, 9), 4),
     ]
     add(index, plain[:1])
@@ -269,8 +268,8 @@ def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_fo
     assert find(index, range(1, 9), 1) == [Passage(0, 8, tuple(b.digest for b in plain), 0, 0)]
 
 
-def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() -> None:
-    """A system prompt continued by a thousand chats: the next whole block is found by its content."""
+def test_the_right_one_of_many_equal_blocks_is_found() -> None:
+    """A system prompt continued by a thousand chats: the next full block is found by its content."""
     index, size = PassageIndex(4), 4
     head = list(range(8))
     chats = [[*head, *(1000 + chat, 2000, 2001, 2002), *range(50, 54)] for chat in range(1000)]
@@ -279,33 +278,33 @@ def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() ->
     for chat in (chats[0], chats[500], chats[999]):
         (passage,) = find(index, chat, 8)
         assert (passage.start, passage.end) == (0, 16)
-        assert_true(passage, chat, chain(chat, size), size)
+        assert_correct(passage, chat, chain(chat, size), size)
     # A partial last block is searched in the newest chats only.
     assert [(p.start, p.end) for p in find(index, [*head, 1999, 2000], 4)] == [(0, 10)]
     assert [(p.start, p.end) for p in find(index, [*head, 1000, 2000], 4)] == [(0, 8)]
 
 
-def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitive_text_needs_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
     index, size = PassageIndex(16), 16
     blocks = chain([7] * 16_000, size)
     add(index, blocks)
-    looks = 0
-    behind = non_prefix_reuse._Scope.successors
+    lookups = 0
+    successors = non_prefix_reuse._Scope.successors
 
-    def counting(self, block, content):  # type: ignore[no-untyped-def]
-        nonlocal looks
-        looks += 1
-        return behind(self, block, content)
+    def counting(self, block, content):
+        nonlocal lookups
+        lookups += 1
+        return successors(self, block, content)
 
     monkeypatch.setattr(non_prefix_reuse._Scope, "successors", counting)
     prompt = [7] * 100_000
     found = find(index, prompt, 64)
     for passage in found:
-        assert_true(passage, prompt, blocks, size)
-    assert found and looks <= 20_000
-    looks = 0
+        assert_correct(passage, prompt, blocks, size)
+    assert found and lookups <= 20_000
+    lookups = 0
     assert find(index, prompt, 100_000) == []
-    assert looks <= 20_000
+    assert lookups <= 20_000
 
 
 def test_a_block_of_another_length_is_refused() -> None:

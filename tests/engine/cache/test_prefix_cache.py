@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from windlass.engine.cache.prefix_cache import HashChain, block_digest, first_visible_block, longest_hit, root_digest
 
 
-def test_root_digest_differs_in_every_part_and_does_not_run_parts_together() -> None:
+def test_root_digest_differs_in_every_part() -> None:
     roots = [
         root_digest(b"weights", ["a"], 0, None),
         root_digest(b"other", ["a"], 0, None),
@@ -39,7 +39,7 @@ def test_chain_grows_only_by_full_blocks_and_hashes_each_once() -> None:
     class CountingList(list[int]):
         reads = 0
 
-        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        def __getitem__(self, key):
             value = super().__getitem__(key)
             if isinstance(key, slice):
                 CountingList.reads += len(value)
@@ -60,7 +60,7 @@ def test_chain_grows_only_by_full_blocks_and_hashes_each_once() -> None:
     assert partly.digests == chain.digests[:2]
 
 
-def test_a_fork_shares_the_past_and_grows_alone() -> None:
+def test_a_fork_shares_the_past_and_grows_separately() -> None:
     chain = HashChain(b"root", 2)
     chain.extend([1, 2, 3, 4], 4)
     child = chain.fork()

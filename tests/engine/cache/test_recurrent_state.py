@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_helpers.cached_sequence import CachedSequence
 from engine_helpers.fake_executor import FakeRotation
 from helpers.cache_invariants import assert_balanced, assert_consistent
 from helpers.configs import engine_config
@@ -15,8 +16,7 @@ from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.cache.cache_operations import BlockCopy
 from windlass.engine.cache.kv_cache_budget import plan_cache
 from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec, StateGroupSpec
-from windlass.engine.cache.prefix_cache import BlockKey, HashChain, root_digest
-from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.engine.core.introspection import snapshot_cache
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import SpeculationConfig
@@ -25,47 +25,23 @@ from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 SIZE = 4
 
 
-class Held:
-    """Tokens and their sequence cache."""
-
-    def __init__(
-        self, blocks: BlockManager, tokens: list[int], salt: str | None = None, near: int | None = None
-    ) -> None:
-        self.tokens = list(tokens)
-        self.cache = SequenceCache(
-            HashChain(root_digest(b"test", ["plain"], 0, salt), SIZE), FakeRotation(near=near).stage(1).specs
-        )
-        self.blocks = blocks
-
+class Sequence(CachedSequence):
     @property
     def state(self) -> list[int]:
-        return self.cache.block_tables[1]
-
-    def hit(self) -> int:
-        """Number of cached tokens that it could start with."""
-        return self.blocks.match(self.cache, self.tokens, len(self.tokens))[0] * SIZE
-
-    def start(self) -> int:
-        hit = self.hit()
-        self.blocks.attach(self.cache, hit // SIZE)
-        return hit
+        return self.block_tables[1]
 
     def compute(self, count: int | None = None, num_inflight_tokens: int = 0) -> list[BlockCopy]:
-        computed = self.cache.num_computed_tokens
-        count = len(self.tokens) - computed if count is None else count
-        assert self.blocks.capacity(self.cache, count) == count
-        copies = self.blocks.allocate(self.cache, count)
-        self.blocks.mark_computed(self.cache, self.tokens, computed + count, num_inflight_tokens)
-        return [copy for copy in copies if copy.group == 1]
+        """Copies of states."""
+        return [copy for copy in super().compute(count, num_inflight_tokens) if copy.group == 1]
 
 
 def manager(states: int = 8, pages: int = 60, prefix_caching: bool = True) -> BlockManager:
     return BlockManager([KVGroupLayout(pages, None), KVGroupLayout.of_states(states)], SIZE, prefix_caching)
 
 
-def test_a_sequence_has_one_state_that_is_copied_where_a_block_ended() -> None:
+def test_a_state_is_copied_at_the_end_of_a_block() -> None:
     blocks = manager()
-    a = Held(blocks, list(range(20)))
+    a = Sequence(blocks, list(range(20)))
     a.start()
     assert a.compute(6) == [] and a.state == [0]
     assert a.compute(2) == [] and a.state == [0]  # the end of a block: cached from now on
@@ -76,57 +52,55 @@ def test_a_sequence_has_one_state_that_is_copied_where_a_block_ended() -> None:
     assert len(a.cache.block_tables[0]) == 4
 
 
-def test_a_prompt_begins_where_a_state_was_kept_and_nowhere_else() -> None:
+def test_a_prompt_starts_only_at_a_cached_state() -> None:
     blocks = manager()
-    a = Held(blocks, list(range(15)))
+    a = Sequence(blocks, list(range(15)))
     a.start()
     a.compute(8)
     a.compute(7)
-    assert Held(blocks, [*range(14), 99]).hit() == 8  # three blocks of keys are cached
-    assert Held(blocks, [*range(7), 99, 100]).hit() == 0
-    assert Held(blocks, list(range(8))).hit() == 0  # the last token is computed, and no state before it was cached
-    assert Held(blocks, list(range(15)), salt="other").hit() == 0
-    b = Held(blocks, list(range(12)))
+    assert Sequence(blocks, [*range(14), 99]).hit() == 8  # three blocks of keys are cached
+    assert Sequence(blocks, [*range(7), 99, 100]).hit() == 0
+    assert Sequence(blocks, list(range(8))).hit() == 0  # the last token is computed, and no state before it was cached
+    assert Sequence(blocks, list(range(15)), salt="other").hit() == 0
+    b = Sequence(blocks, list(range(12)))
     assert b.start() == 8 and b.compute() == [BlockCopy(1, 0, 2)]
-    assert b.state == [2]  # a holds 1
+    assert b.state == [2]  # block 1 belongs to a
     assert_consistent(blocks, [a.cache, b.cache])
 
 
-def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
+def test_no_state_is_cached_with_tokens_in_flight() -> None:
     blocks = manager()
-    a = Held(blocks, list(range(20)))
+    a = Sequence(blocks, list(range(20)))
     a.start()
     a.compute(8, num_inflight_tokens=1)
     assert a.compute(1) == [] and a.state == [0]
-    assert Held(blocks, list(range(20))).hit() == 0
+    assert Sequence(blocks, list(range(20))).hit() == 0
 
 
-def test_a_state_that_ends_a_block_is_set_aside_from_the_tokens_planned_behind_it() -> None:
-    """If a block is available. A planned step that is cancelled leaves the copy, which is equally valid."""
-    for states, given_up in ((4, False), (4, True), (1, False)):
+def test_a_state_at_a_block_end_is_copied_before_planned_tokens() -> None:
+    """If a block is available. A cancelled planned step leaves the copy, which is valid too."""
+    for states, cancelled in ((4, False), (4, True), (1, False)):
         blocks = manager(states=states)
-        a = Held(blocks, list(range(20)))
+        a = Sequence(blocks, list(range(20)))
         a.start()
         a.compute(7)
         assert blocks.checkpoint_states(a.cache, 0) == []  # in the middle of a block
         blocks.allocate(a.cache, 1)
         copies = blocks.checkpoint_states(a.cache, 1)
         assert copies == ([BlockCopy(1, 0, 1)] if states > 1 else [])
-        blocks.mark_computed(a.cache, a.tokens, 8, 0 if given_up else 1)
-        assert a.state == ([1] if given_up else [0])
-        assert Held(blocks, list(range(20))).hit() == (8 if states > 1 else 0)
+        blocks.mark_computed(a.cache, a.tokens, 8, 0 if cancelled else 1)
+        assert a.state == ([1] if cancelled else [0])
+        assert Sequence(blocks, list(range(20))).hit() == (8 if states > 1 else 0)
         assert states == 1 or blocks.pools[1].cached[a.cache.chain.digests[1]] == 1
         assert_consistent(blocks, [a.cache])
-        blocks.free(a.cache)
+        a.free()
         assert_balanced(blocks)
 
 
 @pytest.mark.parametrize(("accepted", "hit"), [(0, 0), (1, 8), (2, 8), (5, 12), (6, 12)])
-def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is_offered(
-    accepted: int, hit: int
-) -> None:
+def test_the_state_after_accepted_tokens_is_retained(accepted: int, hit: int) -> None:
     blocks = manager(states=9)
-    a = Held(blocks, list(range(13)))
+    a = Sequence(blocks, list(range(13)))
     a.start()
     a.compute(6)
     assert blocks.allocate(a.cache, 1) == []
@@ -135,24 +109,24 @@ def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is
     assert a.state == [0, 1, 2, 3, 4, 5, 6]  # after tokens 12, 6, 7, 8, 9, 10 and 11
     blocks.mark_computed(a.cache, a.tokens, 7 + accepted)
     assert a.state == [[1, 2, 3, 4, 5, 6, 0][accepted]]
-    assert Held(blocks, a.tokens).hit() == hit
+    assert Sequence(blocks, a.tokens).hit() == hit
     assert_consistent(blocks, [a.cache])
     assert hit == 0 or blocks.pools[1].cached[a.cache.chain.digests[hit // SIZE - 1]] == {8: 2, 12: 6}[hit]
-    blocks.free(a.cache)
+    a.free()
     assert_balanced(blocks)
 
 
-def test_without_a_prefix_cache_nothing_is_copied() -> None:
+def test_no_state_is_copied_without_prefix_cache() -> None:
     blocks = manager(prefix_caching=False)
-    a = Held(blocks, list(range(20)))
+    a = Sequence(blocks, list(range(20)))
     a.start()
     assert a.compute(8) == a.compute(8) == a.compute(1) == []
     assert a.state == [0]
 
 
-def test_samples_copy_what_they_share() -> None:
+def test_samples_copy_a_shared_state() -> None:
     blocks = manager()
-    a, b = Held(blocks, list(range(6))), Held(blocks, list(range(6)))
+    a, b = Sequence(blocks, list(range(6))), Sequence(blocks, list(range(6)))
     a.start()
     a.compute()
     blocks.fork(a.cache, b.cache)
@@ -164,28 +138,28 @@ def test_samples_copy_what_they_share() -> None:
     assert_consistent(blocks, [a.cache, b.cache])
 
 
-def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
+def test_the_last_state_of_a_stream_is_evicted_last() -> None:
     blocks = manager(states=5)
-    a = Held(blocks, list(range(30)))
+    a = Sequence(blocks, list(range(30)))
     a.start()
     a.compute(8)  # a prompt's, block 0
     for _ in range(12):
         a.compute(1)  # 12, 16 and 20 tokens: blocks 1, 2 and 3
-    blocks.free(a.cache)
-    assert [Held(blocks, list(range(n))).hit() for n in (9, 13, 17, 21)] == [8, 12, 16, 20]
-    # Four states are taken: first the one without a holder, then superseded ones, and those to be retained last.
-    others = [Held(blocks, [100 + n]) for n in range(4)]
-    gone = []
+    a.free()
+    assert [Sequence(blocks, list(range(n))).hit() for n in (9, 13, 17, 21)] == [8, 12, 16, 20]
+    # Four states are reused: first the free one, then superseded ones, and retained ones last.
+    others = [Sequence(blocks, [100 + n]) for n in range(4)]
+    left = []
     for other in others:
         other.start()
         other.compute()
-        gone.append([n for n in (9, 13, 17, 21) if Held(blocks, list(range(n))).hit() == n - 1])
-    assert gone == [[9, 13, 17, 21], [9, 13, 21], [9, 21], [21]]
+        left.append([n for n in (9, 13, 17, 21) if Sequence(blocks, list(range(n))).hit() == n - 1])
+    assert left == [[9, 13, 17, 21], [9, 13, 21], [9, 21], [21]]
 
 
-def test_of_a_prompt_states_at_long_intervals_and_the_last_stay() -> None:
+def test_sparse_states_of_a_long_prompt_are_evicted_last() -> None:
     blocks = manager(states=40, pages=1000)
-    a = Held(blocks, list(range(3000)))
+    a = Sequence(blocks, list(range(3000)))
     a.start()
     for _ in range(29):
         a.compute(100)
@@ -194,27 +168,27 @@ def test_of_a_prompt_states_at_long_intervals_and_the_last_stay() -> None:
     a.tokens += [1, 2, 3, 4, 5]
     for _ in range(5):
         a.compute(1)
-    blocks.free(a.cache)
+    a.free()
     lengths = {digest: SIZE * (i + 1) for i, digest in enumerate(a.cache.chain.digests)}
-    digests = [blocks.pools[1].digests[block] for block in blocks.pools[1]._idle]  # in the order of their eviction
+    digests = [blocks.pools[1].digests[block] for block in blocks.pools[1]._idle]  # in order of eviction
     order = [lengths[digest] for digest in digests if digest is not None]
     assert len(order) == 32 and order[-4:] == [1100, 2100, 3000, 3004]
 
 
-def test_a_lone_sequence_goes_on_with_two_states() -> None:
+def test_a_single_sequence_needs_two_states() -> None:
     blocks = manager(states=2)
-    a = Held(blocks, list(range(40)))
+    a = Sequence(blocks, list(range(40)))
     a.start()
     for _ in range(40):
         a.compute(1)
     assert blocks.min_blocks(40) == [10, 2]
-    blocks.free(a.cache)
+    a.free()
     assert_balanced(blocks)
 
 
-def test_room_is_told_by_what_is_missing() -> None:
+def test_needed_blocks_and_capacity_with_few_states() -> None:
     blocks = manager(states=2)
-    a, b = Held(blocks, list(range(9))), Held(blocks, list(range(50, 59)))
+    a, b = Sequence(blocks, list(range(9))), Sequence(blocks, list(range(50, 59)))
     a.start()
     b.start()
     assert blocks.blocks_still_needed(a.cache, 9, 9, rerotates=False) == [3, 1]
@@ -225,22 +199,22 @@ def test_room_is_told_by_what_is_missing() -> None:
     assert (blocks.capacity(a.cache, 1), blocks.capacity(b.cache, 1)) == (0, 1)
 
 
-def test_dropped_tokens_leave_the_state_as_it_is() -> None:
+def test_dropped_tokens_leave_the_state_unchanged() -> None:
     blocks = manager()
-    a = Held(blocks, list(range(30)))
+    a = Sequence(blocks, list(range(30)))
     a.start()
     a.compute(14)
     blocks.remove_range(a.cache, 1, 2, close_gap=True)
     assert a.state == [0] and a.cache.num_slots == 10
-    a.compute(2)  # the end of a block, but not of a prefix of a prompt
+    a.compute(2)  # the end of a block, but not of a prompt prefix
     assert a.compute(1) == []
     swapped_out = blocks.swap_out(a.cache)
     assert swapped_out[1] == (0,)
     assert blocks.swap_in(a.cache)[1] == (0,) and len(a.state) == 1
 
 
-class Told:
-    """A block listener."""
+class RecordingListener:
+    """Block listener that records the indices of offered states."""
 
     def __init__(self) -> None:
         self.states: list[int] = []  # indices of blocks whose states were offered
@@ -252,51 +226,50 @@ class Told:
     def withdraw(self, key: BlockKey, block: int, passage: object) -> None: ...
 
 
-def test_those_that_stay_alone_are_offered_to_files() -> None:
-    told = Told()
+def test_only_retained_states_are_offered_to_files() -> None:
+    listener = RecordingListener()
     groups = [KVGroupLayout(1000, None), KVGroupLayout.of_states(40)]
-    blocks = BlockManager(groups, SIZE, listener=told)  # type: ignore[arg-type]
-    a = Held(blocks, list(range(1500)))
+    blocks = BlockManager(groups, SIZE, listener=listener)
+    a = Sequence(blocks, list(range(1500)))
     a.start()
     for _ in range(3):
         a.compute(500)  # 1000 and 1500 are superseded; 1500 passes 1024
     a.tokens += list(range(30))
     for _ in range(20):
         a.compute(1)
-    assert told.states == [1500 // SIZE - 1]
-    blocks.free(a.cache)
-    assert told.states == [1500 // SIZE - 1, 1520 // SIZE - 1]
-    b = Held(blocks, [7] * 22)
+    assert listener.states == [1500 // SIZE - 1]
+    a.free()
+    assert listener.states == [1500 // SIZE - 1, 1520 // SIZE - 1]
+    b = Sequence(blocks, [7] * 22)
     b.start()
     b.compute(20)
     b.compute(2)
     b.tokens += [1, 2, 3]
     for _ in range(2):
-        b.compute(1)  # the end of a sampled block: the prompt's own state is retained
-    assert told.states[2:] == [20 // SIZE - 1]
+        b.compute(1)  # the end of a sampled block: the state of the prompt is retained
+    assert listener.states[2:] == [20 // SIZE - 1]
 
 
-def test_what_holds_far_keys_holds_no_state() -> None:
+def test_second_keys_have_no_state() -> None:
     blocks = manager(states=3)
-    a = Held(blocks, list(range(21)), near=4)
+    a = Sequence(blocks, list(range(21)), stage=FakeRotation(near=4).stage(1))
     a.start()
-    assert a.cache.second_keys is not None
     a.compute(8)
     a.compute(8)
     a.compute(5)
     assert [len(table) for table in a.cache.second_keys.block_tables] == [6, 0] and len(a.state) == 1
     # Second keys are cached up to 20 tokens, states at 16 and 8: the match must satisfy both.
-    b = Held(blocks, [*range(14), 99], near=4)
+    b = Sequence(blocks, [*range(14), 99], stage=FakeRotation(near=4).stage(1))
     assert b.start() == 8
-    c = Held(blocks, list(range(8)), near=4)
+    c = Sequence(blocks, list(range(8)), stage=FakeRotation(near=4).stage(1))
     assert c.hit() == 0
     assert blocks.blocks_still_needed(b.cache, 15, 15, rerotates=False)[1] == 1
     assert_consistent(blocks, [a.cache, b.cache])
 
 
-def test_they_are_shown_as_what_they_are() -> None:
+def test_cache_snapshot_shows_states() -> None:
     blocks = manager()
-    a = Held(blocks, list(range(9)))
+    a = Sequence(blocks, list(range(9)))
     a.start()
     a.compute(8)
     a.compute()
@@ -306,18 +279,18 @@ def test_they_are_shown_as_what_they_are() -> None:
     assert states.owners[1] == 0
 
 
-def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
-    """Simulated states: each block holds the tokens that it was computed from."""
+def test_random_traffic_reads_states_of_its_own_tokens() -> None:
+    """Simulated states: each block contains the tokens from which it was computed."""
     hits = passed = 0
     for seed in range(30):
         rng = random.Random(seed)
         blocks = manager(states=rng.randint(4, 16))
         memory: dict[int, tuple[int, ...]] = {}
-        live: list[Held] = []
+        live: list[Sequence] = []
         for _ in range(120):
             act = rng.random()
             if act < 0.2 and len(live) < 3:
-                one = Held(blocks, [rng.randint(0, 1) for _ in range(rng.randint(1, 24))])
+                one = Sequence(blocks, [rng.randint(0, 1) for _ in range(rng.randint(1, 24))])
                 hits += one.start() > 0
                 live.append(one)
             elif live and act < 0.3:
@@ -367,11 +340,11 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
         (16, 1, 512, 1),
     ],
 )
-def test_chunks_end_with_blocks(start: int, due: int, tokens: int, taken: int) -> None:
+def test_chunks_end_at_block_boundaries(start: int, due: int, tokens: int, taken: int) -> None:
     assert ChunkBoundaries(0, 16, align_to_blocks=True).max_chunk(start, due, tokens) == taken
 
 
-def test_chunks_that_end_with_blocks_are_not_short_where_short_ones_are_treated_otherwise() -> None:
+def test_aligned_chunks_have_a_minimum_length() -> None:
     cuts = ChunkBoundaries(32, 16, align_to_blocks=True)
     assert cuts.max_chunk(0, 100, 90) == 64  # so that 32 are left before the end
     assert cuts.max_chunk(0, 100, 20) == 0
@@ -382,11 +355,11 @@ STATES = StateGroupSpec((0, 1), channels=48, width=4, heads=4, key_dim=8, value_
 GROUP = KVGroupSpec((2,), 2, 16, None)
 
 
-def test_the_bytes_of_a_state() -> None:
+def test_state_bytes() -> None:
     assert STATES.shapes == ((3, 48), (4, 8, 8)) and STATES.block_bytes == 4 * 2 * (144 + 256)
 
 
-def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
+def test_states_get_their_share_of_the_budget(tmp_path: Path) -> None:
     config = engine_config(tmp_path, max_num_seqs=8)
     ample = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES)
     assert ample.num_states == 17  # 8 running, one to copy to, and as many cached

@@ -1,4 +1,4 @@
-"""Other work may stall whatever an engine waits for: only a test that sets the time itself is about giving up."""
+"""Long time limits for engines on a busy machine. Tests of a time limit set it themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.engine.scheduling import kv_restore
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept blocks are waited for until they are read or copied, and fresh statistics until they come."""
+    """Wait for stored blocks and for statistics instead of giving up."""
     monkeypatch.setattr(kv_restore, "_GRACE_SECONDS", 60.0)
     monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     monkeypatch.setattr(request_router, "STATS_TIMEOUT", 30.0)

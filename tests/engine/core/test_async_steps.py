@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers.played_engines import graphed, played_device, texts
+from engine_helpers.played_engines import BURSTS, answers, graphed, played_device, record_plans, texts
 from helpers.cache_invariants import assert_balanced
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, small_models, traffic
@@ -20,28 +20,19 @@ from windlass.engine.interface.context import ContextRule
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.scheduling import async_scheduling
-from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96}
-BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+DirectoryOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> DirectoryOf:
     return small_models(tmp_path_factory)
 
 
-def plans_of(core: EngineCore) -> list[SchedulerOutput]:
-    """The plans of steps to come, as they are begun."""
-    plans: list[SchedulerOutput] = []
-    start = core.runner.start
-    core.runner.start = lambda plan: plans.append(plan) or start(plan)  # type: ignore[method-assign, func-returns-value]
-    return plans
-
-
 def alone() -> list[EngineRequest]:
-    """Streams that draw for themselves: their ends come by length, by tokens, and by the context."""
+    """Streams without shared sampling state that end by length, by stop tokens and by the context limit."""
     fields: list[dict[str, Any]] = [
         {},
         {"temperature": 0.7, "seed": 5},
@@ -57,7 +48,7 @@ def alone() -> list[EngineRequest]:
 
 
 def changing() -> list[EngineRequest]:
-    """Frequencies that follow the length."""
+    """Requests whose frequencies change with the length."""
     kind = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
     return [
         greedy(f"{update} {length}", prompt(length, length), 50, rope_scaling=kind, rope_update=update)
@@ -71,24 +62,21 @@ def changing() -> list[EngineRequest]:
     ("sent", "options"),
     [
         (alone, {}),
-        (alone, {"max_num_seqs": 3}),
+        pytest.param(alone, {"max_num_seqs": 3}, marks=pytest.mark.slow),
         pytest.param(alone, {"kv_cache_memory": 100 << 10, "prefix_caching": False}, marks=pytest.mark.slow),
         (changing, {"max_model_len": 160}),
-        (traffic, {}),
+        pytest.param(traffic, {}, marks=pytest.mark.slow),
         pytest.param(alone, {"speculative_ngram": 3}, marks=pytest.mark.slow),
     ],
-    ids=["alone", "few places", "few blocks", "frequencies", "every kind", "speculation"],
+    ids=["alone", "few sequences", "few blocks", "frequencies", "every kind", "speculation"],
 )
-def test_tokens_are_those_of_steps_that_wait(
-    sent: Callable[[], list[EngineRequest]],
-    options: dict[str, Any],
-    burst_seconds: float,
-    directory_of: Callable[[str], Path],
+def test_tokens_equal_those_of_steps_that_wait(
+    sent: Callable[[], list[EngineRequest]], options: dict[str, Any], burst_seconds: float, directory_of: DirectoryOf
 ) -> None:
     options = {**OPTIONS, **options}
-    want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
+    want = answers(directory_of("llama"), sent(), **options)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
-    plans = plans_of(core)
+    plans = record_plans(core)
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
     if "kv_cache_memory" in options:
         assert core.stats().num_preemptions > 0
@@ -98,11 +86,9 @@ def test_tokens_are_those_of_steps_that_wait(
 
 
 @BURSTS
-def test_the_next_step_is_asked_for_before_anybody_waits(
-    burst_seconds: float, directory_of: Callable[[str], Path]
-) -> None:
+def test_the_next_step_is_submitted_before_the_host_waits(burst_seconds: float, directory_of: DirectoryOf) -> None:
     core, device = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
-    plans = plans_of(core)
+    plans = record_plans(core)
     for name in ("a", "b"):
         core.add(greedy(name, prompt(1 if name == "a" else 2, 9), 60))
     while not plans or not plans[-1].num_inflight_passes:
@@ -112,14 +98,14 @@ def test_the_next_step_is_asked_for_before_anybody_waits(
         core.step()
         assert plans[-1].num_inflight_passes
         assert device.asked > asked, "the next step"
-        assert device.waits[waits:] and max(device.waits[waits:]) <= asked, "only for the one before it"
+        assert device.waits[waits:] and max(device.waits[waits:]) <= asked, "only for the previous step"
         assert device.done <= asked
     while core.has_work():
         core.step()
 
 
 def drive(core: EngineCore, meanwhile: Callable[[int], None]) -> dict[str, list[int]]:
-    """Step until nothing is left; meanwhile(i) comes before the i-th step."""
+    """Step until the engine is idle; meanwhile(i) is called before the i-th step."""
     got: dict[str, list[int]] = {}
     for i in range(500):
         meanwhile(i)
@@ -128,16 +114,16 @@ def drive(core: EngineCore, meanwhile: Callable[[int], None]) -> dict[str, list[
             return got
         for output in core.step():
             got.setdefault(output.request_id, []).extend(output.token_ids)
-    raise AssertionError("it never ends")
+    raise AssertionError("not idle after 500 steps")
 
 
 @BURSTS
-def test_who_leaves_and_who_comes_meanwhile(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
-    """Blocks of those that left go to others, while the device still writes to them."""
+def test_requests_aborted_and_added_during_a_step_in_flight(burst_seconds: float, directory_of: DirectoryOf) -> None:
+    """Blocks of aborted requests are reused while the device still writes to them."""
     sent = {name: greedy(name, prompt(i, 20), 40, cache_salt=name) for i, name in enumerate("abcdef")}
-    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent.values())
+    want = answers(directory_of("llama"), sent.values(), **OPTIONS)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, kv_cache_memory=100 << 10, **OPTIONS)
-    plans = plans_of(core)
+    plans = record_plans(core)
     for name in "abc":
         core.add(sent[name])
     seen = []
@@ -158,9 +144,9 @@ def test_who_leaves_and_who_comes_meanwhile(burst_seconds: float, directory_of: 
         assert (len(got[name]) == 40) == (name in "def")
 
 
-def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]) -> None:
+def test_aborting_the_only_request_of_a_step_in_flight(directory_of: DirectoryOf) -> None:
     core, device = graphed(directory_of("llama"), burst_seconds=1.0, **OPTIONS)
-    plans = plans_of(core)
+    plans = record_plans(core)
     core.add(greedy("a", prompt(1, 9), 60))
     while not plans or not plans[-1].num_inflight_passes:
         core.step()
@@ -168,15 +154,15 @@ def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]
     assert not core.has_work() and device.done < device.asked
     assert_balanced(core.blocks)
     sent = [greedy("b", prompt(2, 30), 20)]
-    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
+    want = answers(directory_of("llama"), sent, **OPTIONS)
     assert texts(run(core, sent, every_logit=False)) == texts(want)
 
 
 @BURSTS
-def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
+def test_invalid_logits_fail_only_their_own_request(burst_seconds: float, directory_of: DirectoryOf) -> None:
     """Its tokens in flight are dropped."""
     plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
-    for seed in range(20):  # until one text gets a token in its middle that the other one lacks
+    for seed in range(20):  # until one text contains a token that the other one lacks
         want = run(plain, [greedy(n, prompt(s, 8), 24, cache_salt=f"{n}{seed}") for n, s in (("a", seed), ("b", 77))])
         a, b = want["a", 0].token_ids, want["b", 0].token_ids
         new = [i for i in range(9, 20) if a[i] not in a[:i] and a[i] not in b and a[i] not in prompt(77, 8)]
@@ -195,14 +181,14 @@ def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_
             if output.error:
                 errors[output.request_id] = str(output.error)
         if len(got["a"]) == 1:
-            weight[a[new[0]]] = float("nan")  # its row is met when it is the last token
+            weight[a[new[0]]] = float("nan")  # its row is read when it is the last token
     assert got["a"] == a[: new[0] + 1] and got["b"] == b
     assert list(errors) == ["a"] and "NaN" in errors["a"]
     assert_balanced(core.blocks)
 
 
 def shifting() -> list[EngineRequest]:
-    """Among them contexts that give up a block before the step that is planned ahead."""
+    """Requests with contexts that release a block before the step that is planned ahead."""
     rules = (ContextRule("shift", keep_tokens=16), ContextRule("shift", 0, 20), ContextRule())
     return [greedy(f"{i}", prompt(i, 20 + i), 50, context=rule) for i, rule in enumerate(rules)]
 
@@ -210,19 +196,19 @@ def shifting() -> list[EngineRequest]:
 @BURSTS
 @pytest.mark.parametrize(
     ("sent", "every"),
-    [pytest.param(alone, 2, marks=pytest.mark.slow), (shifting, 2), (alone, 1)],
+    [pytest.param(alone, 2, marks=pytest.mark.slow), (shifting, 2), pytest.param(alone, 1, marks=pytest.mark.slow)],
     ids=["alone", "shifting", "always"],
 )
-def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
+def test_a_step_planned_ahead_without_memory_is_computed_after_the_previous_one(
     sent: Callable[[], list[EngineRequest]],
     every: int,
     burst_seconds: float,
-    directory_of: Callable[[str], Path],
+    directory_of: DirectoryOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request fails, wherever in the step the memory ends."""
     options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
-    want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
+    want = answers(directory_of("llama"), sent(), **options)
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
     failed = fail_ahead(core, monkeypatch, every=every)
@@ -230,8 +216,8 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
     assert len(set(failed)) > 1
 
 
-def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
-    directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_async_scheduling_pauses_after_a_step_without_memory(
+    directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 4)
     core, _ = graphed(directory_of("llama"), burst_seconds=0.0, **OPTIONS)
@@ -241,18 +227,18 @@ def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
     while core.has_work():
         core.step()
         steps += 1
-    assert 2 <= len(failed) <= 4  # behind 4, 8 and 16 steps
+    assert 2 <= len(failed) <= 4  # after 4, 8 and 16 steps
     counters = core.scheduler.counters
     assert counters.num_steps == sum(counters.step_tokens) == steps
     assert counters.step_tokens_sum == 9 + 29
 
 
 @BURSTS
-def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
-    burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_lasting_lack_of_memory_fails_the_newest_request(
+    burst_seconds: float, directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also without any other request, once the results of the step before the failed one are processed."""
-    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), [greedy("a", prompt(1, 9), 30)])
+    want = answers(directory_of("llama"), [greedy("a", prompt(1, 9), 30)], **OPTIONS)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
     core.add(greedy("a", prompt(1, 9), 30))
     got = [output for _ in range(3) for output in core.step()]

@@ -1,4 +1,4 @@
-"""A long life, and one request's bad numbers, leave nothing behind in the engine."""
+"""Ended, failed and finished requests leave nothing in the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drain(core: EngineCore) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_bad_logits_fail_only_the_request_that_asks_for_prompt_logprobs(model: Path, n: int) -> None:
+def test_invalid_prompt_logits_fail_only_their_own_request(model: Path, n: int) -> None:
     core = make_core(model, max_num_batched_tokens=12)
     expected = run(core, [greedy("fine", range(10, 40), 6)])["fine", 0].token_ids
     core.runner.decoder.embedding[5] = math.nan
@@ -45,7 +45,7 @@ def test_bad_logits_fail_only_the_request_that_asks_for_prompt_logprobs(model: P
     assert_balanced(core.blocks)
 
 
-def test_nothing_grows_with_the_number_of_requests(model: Path) -> None:
+def test_state_does_not_grow_with_the_number_of_requests(model: Path) -> None:
     core = make_core(model)
     for i in range(1000):
         core.add(greedy(str(i), [5, 6, 7], 1, deadline=1e12, repetition_penalty=1.1))
@@ -58,7 +58,7 @@ def test_nothing_grows_with_the_number_of_requests(model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "abort", "end_sample", "deadline"])
-def test_an_idle_engine_remembers_no_request(model: Path, how: str) -> None:
+def test_an_idle_engine_holds_no_request(model: Path, how: str) -> None:
     core = make_core(model)
     core.add(greedy("a", range(3, 40), 3, n=2, deadline=time.monotonic() + 3600, repetition_penalty=1.1))
     core.step()
@@ -78,10 +78,40 @@ def test_an_idle_engine_remembers_no_request(model: Path, how: str) -> None:
     assert len(run(core, [greedy("b", range(3, 40), 3)])["b", 0].token_ids) == 3
 
 
-def test_an_early_deadline_survives_among_many_ended_requests(model: Path) -> None:
+def test_a_deadline_expires_among_many_ended_requests(model: Path) -> None:
     core = make_core(model)
     core.add(greedy("late", range(3, 20), 50, deadline=0.0))
     for i in range(200):
         core.add(greedy(str(i), [5, 6, 7], 1, deadline=1e12))
         core.abort(str(i))
     assert [(output.request_id, output.finish_reason) for output in core.step()] == [("late", "timeout")]
+
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+LENGTH, EARLY = 300, 100
+
+
+def sampled_tokens(core: EngineCore, request_id: str) -> dict[int, list[int]]:
+    """Tokens of three samples, of which the outer ones are ended after the first tokens of the middle one."""
+    core.add(greedy(request_id, range(100, 150), LENGTH, n=3, temperature=1.0, seed=5))
+    made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while core.has_work():
+        for output in core.step():
+            made[output.index] += output.token_ids
+        if len(made[1]) == EARLY and request_id == "three":
+            before = core.stats().kv_blocks_used
+            core.end_sample(request_id, 0)  # the others were forked from it
+            core.end_sample(request_id, 2)
+            stats = core.stats()
+            assert stats.num_running == 1
+            assert before - stats.kv_blocks_used >= 2 * (EARLY // 16)  # the tokens after the prompt, which they share
+    return made
+
+
+def test_ended_samples_free_their_blocks_and_others_continue() -> None:
+    core = make_core(DEMO, kv_cache_memory=32 << 20)
+    made = sampled_tokens(core, "three")
+    assert [len(made[index]) for index in range(3)] == [EARLY, LENGTH, EARLY]
+    stats = core.stats()
+    assert (stats.num_running, stats.kv_blocks_used) == (0, 0)
+    assert sampled_tokens(core, "again")[1] == made[1]

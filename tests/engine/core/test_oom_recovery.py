@@ -1,11 +1,12 @@
-"""A device without memory for a step: its newest request fails, and all others get the same tokens as alone.
+"""OOM recovery: the newest request of a step fails, and all others get the same tokens as alone.
 
-No GPU is needed: steps fail with what torch raises on one, after some of their layers have written to the cache.
+No GPU is needed: steps raise the error of torch on a GPU, after some of their layers have written to the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import weakref
 from pathlib import Path
@@ -18,6 +19,7 @@ from helpers.cache_invariants import assert_balanced
 from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
+from helpers.marks import slow_but
 from helpers.tiny_models import make_model
 
 from windlass.engine.client.process_client import ProcessClient
@@ -54,6 +56,25 @@ def outputs_of(core: EngineCore, steps: int = 200) -> list[RequestOutput]:
     raise AssertionError("not idle")
 
 
+def failed_requests(outputs: list[RequestOutput]) -> list[str]:
+    """Ids of the requests that failed, all without memory."""
+    failed = [output for output in outputs if output.error is not None]
+    assert all(isinstance(output.error, DeviceMemoryError) for output in failed)
+    return [output.request_id for output in failed]
+
+
+def finish(
+    core: EngineCore, outputs: list[RequestOutput], expected: dict[str, dict[int, list[int]]], failed: str = "newest"
+) -> list[RequestOutput]:
+    """Step until the engine is idle; only `failed` has failed, and the other requests have the expected tokens."""
+    outputs = [*outputs, *outputs_of(core)]
+    assert failed_requests(outputs) == [failed]
+    for name, tokens in expected.items():
+        assert tokens_of(outputs, name) == tokens, name
+    assert_idle(core)
+    return outputs
+
+
 def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for output in outputs:
@@ -62,7 +83,7 @@ def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[i
     return found
 
 
-def nothing_is_left(core: EngineCore) -> None:
+def assert_idle(core: EngineCore) -> None:
     assert_balanced(core.blocks)
     assert core.blocks.num_used_blocks == 0
     assert len(core.runner.input_batch) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
@@ -76,7 +97,7 @@ def alone(core: EngineCore, request: EngineRequest) -> dict[int, list[int]]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "drafted by the prompt": {"speculative_ngram": 2},
+    "n-gram proposals": {"speculative_ngram": 2},
     "deterministic": {"deterministic": True},
 }
 FIELDS: dict[str, dict[str, Any]] = {
@@ -87,32 +108,39 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
-    model: Path, options: dict[str, Any], point: str, fields: dict[str, Any]
+# Each option, kind of request and point once.
+QUICK = {
+    ("plain", "attention", "three samples"),
+    ("n-gram proposals", "head", "greedy"),
+    ("deterministic", "draw", "penalties"),
+    ("plain", "draw", "prompt log-probabilities"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "request_kind"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(OPTIONS, POINTS, FIELDS)
+    ],
+)
+def test_the_newest_request_of_a_step_fails_and_the_others_continue(
+    model: Path, kind: str, point: str, request_kind: str
 ) -> None:
-    core = make_core(model, prefix_caching=False, **options)
-    running, beside = greedy("running", prompt(1, 9), 12, **fields), greedy("beside", prompt(2, 6), 9, **fields)
-    expected = {request.request_id: alone(core, request) for request in (running, beside)}
+    core, fields = make_core(model, prefix_caching=False, **OPTIONS[kind]), FIELDS[request_kind]
+    running, other = greedy("running", prompt(1, 9), 12, **fields), greedy("other", prompt(2, 6), 9, **fields)
+    expected = {request.request_id: alone(core, request) for request in (running, other)}
     with little_memory(core, ROWS, point) as failed:
         core.add(running)
         outputs = core.step() + core.step()
-        core.add(beside)  # both of these start in one step, next to the running one
+        core.add(other)  # both start in one step, next to the running one
         core.add(greedy("newest", prompt(3, 24), 12, **fields))
-        outputs += outputs_of(core)
+        finish(core, outputs, {**expected, "newest": {0: []}})
     assert failed and max(failed) > ROWS
-    errors = {output.request_id: output.error for output in outputs if output.error is not None}
-    assert list(errors) == ["newest"] and isinstance(errors["newest"], DeviceMemoryError)
-    assert tokens_of(outputs, "newest") == {0: []}
-    for name, tokens in expected.items():
-        assert tokens_of(outputs, name) == tokens, name
-    nothing_is_left(core)
     assert alone(core, greedy("newest", prompt(3, 20), 4)) == {0: alone(core, greedy("again", prompt(3, 20), 4))[0]}
 
 
-@pytest.mark.parametrize("point", ["head", "draw"])
+@pytest.mark.parametrize("point", slow_but(["head", "draw"], "draw"))
 @pytest.mark.parametrize(
     ("context", "options"),
     [
@@ -122,32 +150,28 @@ def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
     ],
     ids=["plain", "shift", "proposals"],
 )
-def test_where_layers_carry_states_the_others_begin_again(
+def test_recurrent_streams_restart_after_a_failed_step(
     point: str, context: ContextRule, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """States written by the failed step must not be read."""
     model = make_model("qwen3_5", tmp_path / "model", max_position_embeddings=64)
     core = make_core(model, shift_context=48, **options)
     running = greedy("running", prompt(1, 30), 30, context=context, n=2, temperature=0.7, seed=4)
-    beside = greedy("beside", prompt(2, 6), 9)
-    expected = {request.request_id: alone(core, request) for request in (running, beside)}
+    other = greedy("other", prompt(2, 6), 9)
+    expected = {request.request_id: alone(core, request) for request in (running, other)}
     core.add(running)
     outputs = [output for _ in range(24) for output in core.step()]  # tokens have been dropped, under `shift`
     with little_memory(core, ROWS, point) as failed:
-        core.add(beside)
+        core.add(other)
         core.add(greedy("newest", prompt(3, 24), 12))
         outputs += core.step()
     assert len(failed) == 1 and core.scheduler.counters.num_preemptions == 3
-    outputs += outputs_of(core)
-    assert [output.request_id for output in outputs if output.error is not None] == ["newest"]
-    for name, tokens in expected.items():
-        assert tokens_of(outputs, name) == tokens, name
-    nothing_is_left(core)
+    finish(core, outputs, expected)
 
 
-@pytest.mark.parametrize("ended", [None, 1], ids=["all", "one ends meanwhile"])
-def test_samples_of_a_prompt_that_begins_again_in_chunks(ended: int | None, tmp_path: Path) -> None:
-    """They were there when the step failed, and wait for the end of the prompt once more."""
+@pytest.mark.parametrize("ended", [None, 1], ids=["all", "one ends before"])
+def test_samples_wait_for_a_restarted_chunked_prompt(ended: int | None, tmp_path: Path) -> None:
+    """They existed when the step failed, and wait for the end of the prompt again."""
     model = make_model("qwen3_5", tmp_path / "model")
     core = make_core(model, max_num_batched_tokens=16, prefix_caching=False)
     forking = greedy("forking", prompt(1, 24), 12, n=3, temperature=0.9, seed=4)
@@ -161,13 +185,10 @@ def test_samples_of_a_prompt_that_begins_again_in_chunks(ended: int | None, tmp_
     if ended is not None:
         core.end_sample("forking", ended)
         del expected[ended]
-    outputs += outputs_of(core)
-    assert [output.request_id for output in outputs if output.error is not None] == ["newest"]
-    assert tokens_of(outputs, "forking") == expected
-    nothing_is_left(core)
+    finish(core, outputs, {"forking": expected})
 
 
-def test_a_window_and_a_prompt_that_is_cut(tmp_path: Path) -> None:
+def test_a_later_chunk_without_memory_fails_its_prompt(tmp_path: Path) -> None:
     core = make_core(make_model("gemma3", tmp_path / "model"), max_num_batched_tokens=24, prefix_caching=False)
     running, long = greedy("running", prompt(6, 40), 20), greedy("long", prompt(5, 70), 6)
     expected = alone(core, running), alone(core, long)
@@ -177,28 +198,25 @@ def test_a_window_and_a_prompt_that_is_cut(tmp_path: Path) -> None:
     outputs += core.step()  # the first chunk finds memory, the second does not
     with little_memory(core, ROWS) as failed:
         outputs += core.step()
-    assert failed == [24] and [output.request_id for output in outputs if output.error] == ["long"]
-    outputs += outputs_of(core)
-    assert tokens_of(outputs, "running") == expected[0]
-    nothing_is_left(core)
+    assert failed == [24] and failed_requests(outputs) == ["long"]
+    finish(core, outputs, {"running": expected[0]}, failed="long")
     assert alone(core, long) == expected[1]
 
 
-def test_a_step_without_memory_for_anybody_leaves_an_engine_that_serves(model: Path) -> None:
+def test_an_engine_serves_after_a_step_without_memory_for_any_request(model: Path) -> None:
     core = make_core(model)
     expected = alone(core, greedy("a", prompt(1, 9), 5))
     with little_memory(core, 0) as failed:
         for name in "abc":
             core.add(greedy(name, prompt(1, 9), 5))
         outputs = outputs_of(core)
-    assert [output.request_id for output in outputs] == ["c", "b", "a"] and len(failed) == 3
-    assert all(isinstance(output.error, DeviceMemoryError) for output in outputs)
-    nothing_is_left(core)
+    assert failed_requests(outputs) == ["c", "b", "a"] and len(failed) == len(outputs) == 3
+    assert_idle(core)
     assert alone(core, greedy("a", prompt(1, 9), 5)) == expected
 
 
-def test_a_burst_without_memory_for_its_third_pass(model: Path) -> None:
-    """What its first passes drew is drawn again, once."""
+def test_a_burst_without_memory_is_repeated(model: Path) -> None:
+    """Tokens of its first passes are sampled again, once."""
     core = make_core(model, burst_seconds=1.0, prefix_caching=False)
     running = greedy("running", prompt(1, 9), 40, temperature=0.7, seed=3, repetition_penalty=1.2)
     expected = alone(core, running)
@@ -214,15 +232,12 @@ def test_a_burst_without_memory_for_its_third_pass(model: Path) -> None:
             raise torch.OutOfMemoryError(NO_ROOM)
         return sample(*operands)
 
-    core.runner.sampler.sample = fails  # type: ignore[method-assign]
-    outputs += outputs_of(core)
-    assert calls > 10 and [output.request_id for output in outputs if output.error] == ["newest"]
-    assert tokens_of(outputs, "running") == expected
-    assert max(len(output.token_ids) for output in outputs) > 3
-    nothing_is_left(core)
+    core.runner.sampler.sample = fails
+    outputs = finish(core, outputs, {"running": expected})
+    assert calls > 10 and max(len(output.token_ids) for output in outputs) > 3
 
 
-def test_a_draft_model_proposes_again(model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_proposes_again_after_a_failed_step(model: Path, tmp_path: Path) -> None:
     draft = make_model("llama", tmp_path / "draft", max_position_embeddings=64, num_hidden_layers=4)
     core = make_core(model, speculative_model=str(draft), speculative_tokens=2, prefix_caching=False)
     running = greedy("running", prompt(1, 9), 14)
@@ -231,13 +246,11 @@ def test_a_draft_model_proposes_again(model: Path, tmp_path: Path) -> None:
         core.add(running)
         outputs = core.step() + core.step()
         core.add(greedy("newest", prompt(3, 24), 12))
-        outputs += outputs_of(core)
-    assert failed and [output.request_id for output in outputs if output.error] == ["newest"]
-    assert tokens_of(outputs, "running") == expected
-    nothing_is_left(core)
+        finish(core, outputs, {"running": expected})
+    assert failed
 
 
-def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooled_rows_are_not_counted_twice(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(model, max_num_batched_tokens=12)
     rule = PoolingRule(kind="mean")
 
@@ -254,7 +267,7 @@ def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: p
 
     def fails(seq_id: int, *operands: Any) -> Any:
         taken.append(seq_id)
-        if seq_id != taken[0]:  # in a step in which those of the first request have been taken
+        if seq_id != taken[0]:  # in a step in which the rows of the first request have been added
             raise torch.OutOfMemoryError(NO_ROOM)
         return add(seq_id, *operands)
 
@@ -262,13 +275,13 @@ def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: p
     core.add(pooled("first", 1))
     core.add(pooled("second", 2))
     outputs = outputs_of(core)
-    assert [output.request_id for output in outputs if isinstance(output.error, DeviceMemoryError)] == ["second"]
+    assert failed_requests(outputs) == ["second"]
     assert vectors([output for output in outputs if output.error is None]) == expected
-    nothing_is_left(core)
+    assert_idle(core)
 
 
 class _Memory(DeviceMemory):
-    """Of a device that gives back; `held` is what the failed step had in its hands."""
+    """Device memory that records whether `held`, a tensor of the failed step, is gone at each release."""
 
     total = 1 << 30
 
@@ -295,7 +308,7 @@ class _Memory(DeviceMemory):
         self.gone.append(self.held is not None and self.held() is None)
 
 
-def test_memory_is_given_back_once_the_failed_step_holds_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_released_after_the_failed_step_holds_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(model)
     memory = _Memory()
     monkeypatch.setattr(core.runner.decoder.backend, "device_memory", memory)
@@ -312,11 +325,11 @@ def test_memory_is_given_back_once_the_failed_step_holds_nothing(model: Path, mo
     for name in ("kept", "newest"):
         core.add(greedy(name, prompt(1, 9), 5))
     outputs = outputs_of(core)
-    assert memory.gone == [True] and [output.request_id for output in outputs if output.error] == ["newest"]
+    assert memory.gone == [True] and failed_requests(outputs) == ["newest"]
 
 
-def test_what_is_done_once_is_not_begun_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies and turned keys would be wrong the second time: the engine ends instead, as after any other error."""
+def test_failed_block_copies_end_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated copy or rotation would be wrong, so the engine ends, as after any other error."""
     core = make_core(model)
 
     def fails(copies: Any) -> None:
@@ -341,7 +354,7 @@ def test_a_lost_device_ends_the_engine(model: Path, error: Exception) -> None:
         core.step()
 
 
-def test_which_errors_leave_the_device_as_it_was() -> None:
+def test_out_of_memory_errors_are_recognized() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError(NO_ROOM))
     assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
@@ -357,7 +370,7 @@ def test_which_errors_leave_the_device_as_it_was() -> None:
 
 
 @pytest.mark.anyio
-async def test_streams_of_a_client_go_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_of_a_client_continue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     config = engine_config(model, kv_cache_memory=8 << 20, device="cpu", prefix_caching=False)
     client = ProcessClient(config, core="helpers.little_memory:core")

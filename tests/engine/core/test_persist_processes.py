@@ -1,4 +1,4 @@
-"""Engine processes that store blocks: killed at any moment, several at once, and on a disk that is full."""
+"""Engine processes with a disk tier: killed at any moment, several at once, and on a full disk."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def start(folder: Path | str, first: int = 0, *more: int) -> subprocess.Popen[st
 
 
 def finish(engine: subprocess.Popen[str]) -> tuple[dict[int, list[int]], int, dict[str, Any], str]:
-    """Answers by prompt, cached tokens in all, what was counted, and the log of an engine that ends by itself."""
+    """Answers by prompt, number of cached tokens, counters and log of an engine that runs to its end."""
     out, log = engine.communicate(timeout=300)
     assert engine.returncode == 0, log
     ready, *lines, counts = out.splitlines()
@@ -40,14 +40,14 @@ def finish(engine: subprocess.Popen[str]) -> tuple[dict[int, list[int]], int, di
 
 @pytest.fixture(scope="module")
 def right() -> dict[int, list[int]]:
-    """The answers of an engine that keeps nothing."""
+    """Answers of an engine without a disk tier."""
     answers, _, _, _ = finish(start(""))
     assert len(answers) == PROMPTS
     return answers
 
 
 def kill(engine: subprocess.Popen[str], seconds: float, right: dict[int, list[int]]) -> int:
-    """Let it work for so long, and kill it; returns the cached tokens of its answers, which are the right ones."""
+    """Kill an engine after some seconds, check its answers, and return their number of cached tokens."""
     with engine:
         assert engine.stdout is not None and engine.stderr is not None
         try:
@@ -66,12 +66,12 @@ def kill(engine: subprocess.Popen[str], seconds: float, right: dict[int, list[in
 @ON_A_CPU
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_hundred_kills(right: dict[int, list[int]], tmp_path: Path) -> None:
-    """Two engines at a time on one folder, each killed at a moment of its own."""
-    moments, restored = random.Random(9), 0
+def test_killed_engines_leave_usable_files(right: dict[int, list[int]], tmp_path: Path) -> None:
+    """Two engines at a time on one folder, each killed at a random moment."""
+    rng, restored = random.Random(9), 0
     for _ in range(50):
-        engines = [start(tmp_path, moments.randrange(PROMPTS)) for _ in range(2)]
-        restored += sum(kill(engine, 0.4 * moments.random(), right) for engine in engines)
+        engines = [start(tmp_path, rng.randrange(PROMPTS)) for _ in range(2)]
+        restored += sum(kill(engine, 0.4 * rng.random(), right) for engine in engines)
     answers, cached, counts, log = finish(start(tmp_path))
     assert answers == right and cached > PROMPTS * 16 and restored > 0
     assert counts == {"failures": 0, "damaged": 0, "foreign": 0} and log == ""
@@ -82,7 +82,7 @@ def test_a_hundred_kills(right: dict[int, list[int]], tmp_path: Path) -> None:
 
 @ON_A_CPU
 @pytest.mark.slow
-def test_two_at_once_on_one_folder(right: dict[int, list[int]], tmp_path: Path) -> None:
+def test_two_engines_write_one_folder(right: dict[int, list[int]], tmp_path: Path) -> None:
     for _ in range(2):
         engines = [start(tmp_path, first) for first in (0, PROMPTS // 2)]
         for engine in engines:
@@ -93,7 +93,7 @@ def test_two_at_once_on_one_folder(right: dict[int, list[int]], tmp_path: Path) 
 
 @ON_A_CPU
 @pytest.mark.slow
-def test_a_disk_that_takes_nothing(right: dict[int, list[int]], tmp_path: Path) -> None:
+def test_a_disk_that_refuses_writes(right: dict[int, list[int]], tmp_path: Path) -> None:
     answers, cached, counts, log = finish(start(tmp_path, 0, 20_000))  # of about 66 KB a file
     assert answers == right and 0 < cached < PROMPTS * keeping_engine.LENGTH
     assert counts["failures"] >= 1

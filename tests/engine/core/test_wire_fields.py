@@ -15,7 +15,7 @@ from windlass.engine.rotary.rotary_policy import RotaryReport
 from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 
 
-def test_no_field_of_an_output_is_lost_or_shifted() -> None:
+def test_every_field_of_an_output_is_transmitted() -> None:
     drawn = TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
     report = RotaryReport("dynamic", {"factor": 4.0}, "rotate", 181.02, "f0", 2, {"full_attention": {"rope_type": "x"}})
     values = {
@@ -34,7 +34,7 @@ def test_no_field_of_an_output_is_lost_or_shifted() -> None:
         "scheduled_at": 12.5,
     }
     assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
-    output = RequestOutput(**values)  # type: ignore[arg-type]
+    output = RequestOutput(**values)
     decoded = decode(encode(StepDone((output,), 0.5, None))[4:])
     assert isinstance(decoded, StepDone)
     (received,) = decoded.outputs
@@ -45,7 +45,7 @@ def test_no_field_of_an_output_is_lost_or_shifted() -> None:
     assert isinstance(error, RequestError) and (error.message, error.param, error.code) == ("no", "field", "code")
 
 
-def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
+def test_long_prompt_logprobs_are_sent_in_parts() -> None:
     entries = (None, *(TokenLogprobs(token, -float(token), 1, ((token, -0.5),)) for token in range(1, 3000)))
     short = RequestOutput("short", prompt_logprobs=entries[:5])
     long = RequestOutput("long", token_ids=(1,), prompt_logprobs=entries)
@@ -54,7 +54,7 @@ def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
     messages = [message for start in range(0, len(data), 1000) for message in frames.feed(data[start : start + 1000])]
     parts, (step,) = messages[:-1], messages[-1:]
     assert len(parts) == 5 and all(isinstance(part, PromptLogprobs) for part in parts)
-    assert max(len(part.entries) for part in parts) == 512  # type: ignore[union-attr]
+    assert max(len(part.entries) for part in parts) == 512
 
     async def delivered() -> dict[str, RequestOutput]:
         router = RequestRouter(lambda message: None, lambda: None)
@@ -74,19 +74,21 @@ def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
     assert outputs == {"short": short, "long": long}
 
 
-def test_samples_that_nobody_takes_are_bounded() -> None:
-    """The newest wait; each is handed out once, and counters are those of the last snapshot."""
+def test_unread_timing_samples_are_bounded() -> None:
+    """The newest are retained and returned once; counters are those of the last snapshot."""
     kinds = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
     joined = StatsCalls(lambda message: None, lambda: None)
     for kind in kinds:
         for part in range(0, MAX_TIMING_SAMPLES + 3000, 1000):
             samples = tuple(map(float, range(part, part + 1000)))
-            joined.add(EngineStats(num_steps=part, **{kind: samples}))  # type: ignore[arg-type]
+            joined.add(EngineStats(num_steps=part, **{kind: samples}))
     end = part + 1000
     taken = joined.take()
     for kind in kinds:
         assert getattr(taken, kind) == tuple(map(float, range(end - MAX_TIMING_SAMPLES, end))), kind
-        assert getattr(SchedulerCounters(), kind).maxlen == MAX_TIMING_SAMPLES, "some drive an engine and never ask"
+        assert getattr(SchedulerCounters(), kind).maxlen == MAX_TIMING_SAMPLES, (
+            "some users of an engine never read them"
+        )
     assert taken.num_steps == part
     joined.add(EngineStats(queue_seconds=(1.0,)))
     assert [(stats.queue_seconds, stats.decode_seconds) for stats in (joined.take(), joined.take())] == [

@@ -1,6 +1,6 @@
-"""A transformers model whose attention goes by a table of distances: every score from unrotated queries and keys, in float64.
+"""A transformers model whose attention uses a table of distances: scores of unrotated queries and keys, in float64.
 
-So nothing of it knows of positions modulo anything, ranges or turned queries: what query i and key j score follows from the
+It has no periodic positions, key ranges or rotated query copies: the score of query i and key j follows from the
 distance that a table gives for the two.
 """
 
@@ -21,7 +21,7 @@ _CURRENT: list[DistanceOracle] = []
 
 
 def dual_chunk(size: int, reach: int) -> Distance:
-    """arXiv 2402.17463 for chunks of s = size and a model that knows distances below c = reach."""
+    """Dual chunk attention (arXiv 2402.17463) for chunks of s = size and a model trained on distances below c = reach."""
 
     def distance(i: int, j: int) -> int:
         back = i // size - j // size
@@ -35,12 +35,12 @@ def dual_chunk(size: int, reach: int) -> Distance:
 
 
 def self_extend(group: int, near: int) -> Distance:
-    """arXiv 2401.01325 with G = group and the neighbours' window w = near."""
+    """Self-Extend (arXiv 2401.01325) with G = group and the neighbour window w = near."""
     return lambda i, j: i - j if i - j < near else i // group + near - near // group - j // group
 
 
 def rerope(near: int, factor: float = math.inf) -> Distance:
-    """ReRoPE, and with a factor its leaky form."""
+    """ReRoPE, or its leaky form with a factor."""
     return lambda i, j: i - j if i - j < near else near + (i - j - near) / factor
 
 
@@ -50,7 +50,7 @@ def log_n(length: int) -> Callable[[int], float]:
 
 class DistanceOracle:
     """inv_freq: radians per step of distance, one per pair. rotary_scale: the attention factor. interleaved: how the
-    checkpoint numbers pairs. rotated_last: whether the rotated dims of a head are its last ones."""
+    checkpoint numbers pairs. rotated_last: the rotated dims of a head are its last ones."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DistanceOracle:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, V] of a whole text."""
+        """Return the logits of a text, [T, V]."""
         _CURRENT[:] = [self]
         count = len(tokens)
         self.table = torch.tensor(

@@ -1,13 +1,13 @@
 """A model without tensors: each slot of the cache stores which token chain its key was computed from.
 
-The key of token i depends on every token up to i, as a deep layer's does, and on what the request runs under (its
-specs and salt). Beside it stands the spec it was computed under and the one it is re-rotated to. Reading through the block
-tables must give exactly the keys of the sequence's own tokens under the frequencies of the moment; a leaked, shared,
-overwritten, stale, wrongly re-rotated or too early dropped block shows as a wrong key. The step order is a real layer's:
-copies, originals set aside, re-rotations, then all writes, then all reads.
+The key of token i depends on every token up to i, as a deep layer's does, and on the request's
+specs and salt. A slot also stores the spec of the key and the one it is re-rotated to. Reading through the block
+tables must give exactly the keys of the sequence's own tokens at the current frequencies: a leaked, shared,
+overwritten, stale, wrongly re-rotated or too early dropped block gives a wrong key. The step order is a real layer's:
+copies, copies of originals, re-rotations, then all writes, then all reads.
 
-It knows of tokens and tables what pickled plans have told it, as a rank in another process would, and every table it
-is told must be the scheduler's. A second one of its kind may miss plans (`lose_plans`), and a snapshot must heal it.
+Its tokens and tables come from pickled plans, as those of a rank in another process, and every table must equal
+the scheduler's. A second input batch may miss plans (`lose_plans`), and is restored from a snapshot.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FakeRotation:
     policy: RopeUpdate = "frozen"
     exact: bool = False
     longest: int = 10**9
-    near: int | None = None  # from this distance on keys are seen as they are kept a second time
+    near: int | None = None  # from this distance on, second key copies are used
 
     def stage(self, length: int) -> RotaryStage:
         length, rule = min(length, self.longest), Distances(near=self.near)
@@ -76,7 +76,7 @@ class FakeRotation:
         return RotaryStage((FakeSpec(f"{self.name} {last}", rule),), last, (None,))  # type: ignore[arg-type]
 
     def specs_of(self, index: int, num_prompt: int, num_tokens: int) -> tuple[FakeSpec, ...]:
-        """The specs under which token `index` of a context of `num_tokens` tokens is computed."""
+        """Return the specs for token `index` of a context of `num_tokens` tokens."""
         length = max(index + 1, num_prompt) if self.policy == "rotate" else num_tokens
         return self.stage(length).specs  # type: ignore[return-value]
 
@@ -85,7 +85,7 @@ class FakeRotation:
 
 
 class FakeRotary:
-    """Rows by reference count, of a fixed number."""
+    """A fixed number of rows with reference counts."""
 
     def __init__(self, num_rows: int) -> None:
         self.free = list(range(num_rows))
@@ -108,12 +108,12 @@ class FakeRotary:
 
 
 def extend_key(key: int, token: int, specs: tuple[FakeSpec, ...]) -> int:
-    # Not hash(): that of a string differs from process to process.
+    # Not hash(), which differs between processes for strings.
     return zlib.crc32(repr((key, token, specs)).encode())
 
 
 def keys_of(request: EngineRequest, rotation: FakeRotation, token_ids: Sequence[int]) -> list[int]:
-    """The right key of every token of a context, computed from nothing but the request."""
+    """Return the correct key of every token of a context, computed from the request only."""
     key, keys = zlib.crc32(repr(request.cache_salt).encode()), []
     for i, token in enumerate(token_ids):
         key = extend_key(key, token, rotation.specs_of(i, len(request.prompt_token_ids), len(token_ids)))
@@ -122,9 +122,9 @@ def keys_of(request: EngineRequest, rotation: FakeRotation, token_ids: Sequence[
 
 
 def draw(key: int, slot: SampleSlot, num_output: int) -> int:
-    """The token after a row with `key`; masks stop ids while `min_tokens` asks for it, as the sampler does.
+    """Return the token after a row with `key`. Stop ids are masked until `min_tokens`, as in the sampler.
 
-    Under seed 2 the tokens mostly go round in a circle, which makes them easy to guess.
+    With seed 2 the tokens are mostly periodic, so that proposals are accepted.
     """
     generator = random.Random(hash((key, slot.seed, slot.index, num_output)))
     token = generator.randrange(VOCAB)
@@ -136,19 +136,19 @@ def draw(key: int, slot: SampleSlot, num_output: int) -> int:
 
 
 def slots_of(layout: SlotLayout, num_tokens: int, kept: int) -> dict[int, tuple[int, int]]:
-    """Of every token that is held, its slot and the position it stands at. kept: slots that stay when tokens are dropped."""
+    """Return slot and position by token. kept: slots of retained tokens."""
     end, found = num_tokens + layout.slot_offset, {}
     for run in layout.runs:
         for slot in range(run.first_slot, min(run.end_slot, end)):
-            stands = slot + run.offset
-            found[stands - (layout.num_gap_closed if slot < kept else 0)] = slot, stands
+            place = slot + run.offset
+            found[place - (layout.num_gap_closed if slot < kept else 0)] = slot, place
     return found
 
 
 def seen_by(held: ContextSize, rule: ContextRule, index: int, num_dropped: int | None = None) -> dict[int, int]:
-    """The tokens that a token has to see, by brute force, and where they stand for it.
+    """Return the tokens that a token must see, by brute force, with their positions.
 
-    num_dropped: tokens dropped so far, where blocks with passages in them hold fewer tokens than slots.
+    num_dropped: tokens dropped so far, for blocks with passages, which hold fewer tokens than slots.
     """
     if rule.attention_window is not None:
         first = max(0, index - rule.attention_window + 1)
@@ -163,30 +163,30 @@ def seen_by(held: ContextSize, rule: ContextRule, index: int, num_dropped: int |
 
 @dataclass
 class FakeExecutor:
-    """Executes plans against the stored keys and asserts everything a real cache relies on."""
+    """Execution of plans on the stored keys, with assertions for everything that a real cache relies on."""
 
     scheduler: Scheduler
     rotary: FakeRotary
-    # per group (block, offset) -> key, the specs it was computed under, the specs it is re-rotated to
+    # per group: (block, offset) -> key, its specs when computed, its specs after re-rotation
     store: list[dict[tuple[int, int], tuple[int, object, object]]] = field(default_factory=list)
     rotations: dict[str, FakeRotation] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)  # per sequence the tokens that were ever in the cache for it
+    seen: dict[int, int] = field(default_factory=dict)  # per sequence: tokens that were ever in the cache for it
     num_computed: int = 0
     num_recomputed: int = 0
     num_rerotated: int = 0
     num_drafts: int = 0
-    num_drafted: int = 0  # those of a draft model
+    num_drafted: int = 0  # by a draft model
     num_bursts: int = 0
     num_accepted: int = 0
-    lose_plans: int = 0  # so many more do not reach `other`
+    lose_plans: int = 0  # number of further plans that do not reach `other`
     num_healed: int = 0
     num_swapped_in: int = 0
     swapped_out: dict[int, Any] = field(default_factory=dict)
-    # per sequence: under which frequencies, the key of each token, and what the next one follows
+    # per sequence: its frequencies, the key of each token, and the predecessor of the next one
     key_memo: dict[int, tuple[object, list[int], int]] = field(default_factory=dict)
     key_facts: dict[int, tuple[int, int, set[str]]] = field(default_factory=dict)  # its token, position, and scopes
     num_reused: int = 0
-    reused: set[str] = field(default_factory=set)  # requests that took up passages
+    reused: set[str] = field(default_factory=set)  # requests that reused passages
 
     def __post_init__(self) -> None:
         self.store = [{} for _ in self.scheduler.blocks.pools]
@@ -196,7 +196,7 @@ class FakeExecutor:
         self.other_rows: dict[int, object] = {}
 
     def follow(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Take in a plan that came from far away, and compare what is known now with the scheduler's own books."""
+        """Apply a pickled plan, and compare the resulting state with the scheduler's."""
         plan: SchedulerOutput = pickle.loads(pickle.dumps(output))
         for seq_id in {*plan.removed} - {swapped_out.seq_id for swapped_out in plan.swapped_out}:
             self.key_memo.pop(seq_id, None)
@@ -219,11 +219,11 @@ class FakeExecutor:
             if self.other.step == plan.step:
                 self.compare(self.other, seq)
                 assert self.other_rows[seq.rotary_id] == seq.stage.specs
-        assert set(self.sequences) <= set(running), "a sequence is remembered that has ended or lost its place"
+        assert set(self.sequences) <= set(running), "an ended or preempted sequence remains"
         return plan
 
     def heal(self) -> None:
-        """Bring a snapshot to the side that has missed plans; it then knows every sequence as it stands now."""
+        """Restore `other` from a snapshot and compare every sequence."""
         snapshot: Snapshot = pickle.loads(pickle.dumps(self.scheduler.snapshot()))
         self.other.restore(snapshot)
         self.other_rows = {row.row: row.specs for row in snapshot.rotary_rows}
@@ -235,12 +235,12 @@ class FakeExecutor:
         self.num_healed += 1
 
     def running(self) -> dict[int, sequence.Sequence]:
-        """The live sequences that hold a place, or will get their first token by their parent's."""
+        """Return the sequences that run, or get their first token with their parent."""
         places = (SequenceStatus.RUNNING, SequenceStatus.FORKING)
         return {seq.seq_id: seq for seq in self.scheduler.live_sequences() if seq.status in places}
 
     def compare(self, sequences: InputBatch, seq: sequence.Sequence) -> None:
-        """Everything an executing side knows of a sequence is what the scheduler knows."""
+        """Assert that an input batch has the scheduler's state of a sequence."""
         live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
         assert (live.rotary_id, live.layout) == (seq.rotary_id, seq.cache.layout)
@@ -254,10 +254,10 @@ class FakeExecutor:
         assert slot.stop_ids == tuple(sorted(seq.stop_ids))
 
     def keys(self, request: EngineRequest, item: ScheduledSequence) -> tuple[list[int], int]:
-        """The right key of every token up to the end of a chunk, and what the next one follows.
+        """Return the correct key of every token up to the end of a chunk, and the predecessor of the next one.
 
-        Those of a passage are the ones that stand in its blocks, which must be of the same tokens, at the stored positions,
-        and of the request's scope. What follows it follows all of that.
+        Keys of a passage are those in its blocks, which must be of the same tokens, at the stored positions,
+        and of the request's scope. Later keys depend on them.
         """
         live = self.sequences.by_id[item.seq_id]
         rotation, num_prompt, total = (
@@ -278,8 +278,8 @@ class FakeExecutor:
             if i < item.start and slot < last.first_slot and not plain:
                 stored = self.reused_key(item.seq_id, slot)
                 token, position, scopes = self.key_facts[stored]
-                assert token == live.token_ids[i] and position == live.layout.stored_position(slot), "not this passage"
-                assert scope & scopes, "a passage out of another scope"
+                assert token == live.token_ids[i] and position == live.layout.stored_position(slot), "another passage"
+                assert scope & scopes, "a passage of another scope"
                 memo.append(stored)
                 key = zlib.crc32(repr((key, stored, i)).encode())
                 self.num_reused += 1
@@ -292,7 +292,7 @@ class FakeExecutor:
         return memo, key
 
     def places(self, seq_id: int, end: int) -> dict[int, tuple[int, int]]:
-        """Of every token below `end` that a sequence holds, its slot and the position it stands at."""
+        """Return slot and position by token, for a sequence's tokens below `end`."""
         seq = next(seq for seq in self.scheduler.live_sequences() if seq.seq_id == seq_id)
         return slots_of(
             self.sequences.by_id[seq_id].layout,
@@ -301,7 +301,7 @@ class FakeExecutor:
         )
 
     def reused_key(self, seq_id: int, slot: int) -> int:
-        """What every KV group has in this slot."""
+        """Return the key of this slot, which all KV groups must share."""
         size = self.scheduler.blocks.block_size
         found = {
             store[int(self.sequences.table(seq_id, group)[slot // size]), slot % size][0]
@@ -311,7 +311,7 @@ class FakeExecutor:
         return key
 
     def keys_with_draft(self, request: EngineRequest, item: ScheduledSequence) -> list[int]:
-        """The right key of every token of a scheduled sequence and of those proposed behind it."""
+        """Return the correct keys of a scheduled sequence and of its proposed tokens."""
         keys, key = self.keys(request, item)
         if not item.draft:
             return keys
@@ -324,7 +324,7 @@ class FakeExecutor:
         return keys
 
     def drafted(self, output: SchedulerOutput) -> SchedulerOutput:
-        """The plan with what a draft model proposes: what comes next, but for one token in four."""
+        """Return the plan with proposals of a draft model: the next tokens, with one in four replaced."""
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
         filled = []
         for item in output.sequences:
@@ -344,7 +344,7 @@ class FakeExecutor:
         return dataclasses.replace(output, sequences=tuple(filled))
 
     def verify(self, item: ScheduledSequence) -> StepResult:
-        """Draw from the stored key of every row, as long as the draws come to what was proposed."""
+        """Sample from the stored key of every row while samples equal proposals."""
         (seq_id,) = item.samples
         slot, table = self.sequences.by_id[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
         size, drawn = self.scheduler.blocks.block_size, []
@@ -359,7 +359,7 @@ class FakeExecutor:
         return StepResult(item.seq_id, tuple(drawn))
 
     def rerotate(self, rerotations: Sequence[KeyRerotation], holders: list[Counter[int]], *, aside: bool) -> None:
-        """Carry out re-rotations, or set originals aside. Whatever is read must be an original; nothing shared or hashed is
+        """Carry out re-rotations, or copy originals. Only originals are read; nothing shared or hashed is
         written to."""
         size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
         written: set[tuple[int, int, int]] = set()
@@ -376,14 +376,14 @@ class FakeExecutor:
                 assert pools[rerotation.group].digests[target] is None and pools[rerotation.group].private[target]
                 key, origin, now = self.store[rerotation.group][source, i % size]
                 assert origin == now == rerotation.from_specs, (
-                    "a re-rotation of a key that is no original, or from elsewhere"
+                    "the re-rotated key is not an original, or has other specs"
                 )
                 assert (rerotation.from_specs == rerotation.to_specs) == aside
                 slots = (rerotation.group, source, i % size), (rerotation.group, target, i % size)
                 assert slots[1] not in written, "two re-rotations into one slot"
                 if not rerotation.values:
-                    stood = self.store[rerotation.group].get((target, i % size))
-                    assert stood is not None and stood[0] == key, "values were left out that are not there yet"
+                    previous = self.store[rerotation.group].get((target, i % size))
+                    assert previous is not None and previous[0] == key, "values were not copied and are missing"
                 read.add(slots[0])
                 written.add(slots[1])
                 self.store[rerotation.group][target, i % size] = key, origin, rerotation.to_specs
@@ -392,7 +392,7 @@ class FakeExecutor:
         assert not read & written, "a source is the target of another re-rotation"
 
     def tables_under(self, specs: tuple[FakeSpec, ...]) -> list[tuple[int, BlockPool, bool]]:
-        """Every KV group, its pool, and whether a table of it holds far keys: a second one for each where they are kept."""
+        """Return every KV group, its pool, and False, and the same with True if there are tables of second key copies."""
         pools = list(enumerate(self.scheduler.blocks.pools))
         kept = (False, True) if specs[0].distances.has_second_keys else (False,)
         return [(group, pool, far) for far in kept for group, pool in pools]
@@ -427,7 +427,7 @@ class FakeExecutor:
         for seq_id in output.discarded:
             del self.swapped_out[seq_id]
         waiting = {seq.seq_id for seq in live.values() if seq.cache.is_swapped_out}
-        assert waiting == set(self.swapped_out), "pages are swapped out that no sequence needs, or missing"
+        assert waiting == set(self.swapped_out), "swapped-out blocks are unused or missing"
 
         targets: set[tuple[int, int]] = set()
         for copy in output.copies:
@@ -457,7 +457,7 @@ class FakeExecutor:
     def compute(
         self, output: SchedulerOutput, live: dict[int, sequence.Sequence], holders: list[Counter[int]]
     ) -> list[StepResult]:
-        """One forward pass: keys are written, and what is drawn follows from those that are read."""
+        """Run one forward pass: write keys, and sample from the keys that are read."""
         size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
         written: set[tuple[int, int, int]] = set()
         for item in output.sequences:
@@ -469,30 +469,30 @@ class FakeExecutor:
             specs = rotation.specs_of(end - 1, num_prompt, known + len(item.draft))
             assert specs == rotation.specs_of(item.start, num_prompt, known), "mixed stages"
             assert mine.rotary_id == self.rotary.rows[specs], "wrong rotary row"
-            assert self.rows[mine.rotary_id] == specs, "the row was said to hold other specs"
+            assert self.rows[mine.rotary_id] == specs, "the row has other specs"
             assert 0 <= item.start < end <= known + len(item.draft)
             if item.draft:
-                assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
+                assert item.start == known - 1 and end == known + len(item.draft), "proposals need a single token"
                 longest = num_prompt + seq.request.sampling.max_tokens
-                assert end < min(longest, seq.context_limits.longest), "a row for nothing past the end"
+                assert end < min(longest, seq.context_limits.longest), "a row beyond the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
             seen = self.seen.get(seq.seq_id, item.start)
             self.num_recomputed += max(0, min(seen, end) - item.start)
-            self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # what stands of the draft is added below
+            self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # accepted proposals are added below
             for group, pool, far in self.tables_under(specs):
                 table = self.sequences.table(item.seq_id, group + far * len(pools)).tolist()
-                stands: object = ("far", specs) if far else specs
+                place: object = ("far", specs) if far else specs
                 for token in range(item.start, end):
                     i = token + mine.layout.slot_offset
                     block = table[i // size]
-                    assert 0 <= block < pool.num_blocks, "no block to write to"
+                    assert 0 <= block < pool.num_blocks, "no block to write into"
                     assert holders[group][block] == 1, "a write into a shared block"
                     assert pool.digests[block] is None, "a write into a block that may be matched"
                     assert (group, block, i % size) not in written, "two writes into one slot"
                     written.add((group, block, i % size))
-                    self.store[group][block, i % size] = keys[token], stands, stands
+                    self.store[group][block, i % size] = keys[token], place, place
 
         results = []
         for item in output.sequences:
@@ -513,17 +513,17 @@ class FakeExecutor:
                         if pool.window is not None and i - position >= pool.window:
                             continue
                         assert j in places, f"token {i} cannot see token {j}: it was dropped"
-                        slot, stands = places[j]
-                        assert stands == position, f"token {j} stands at {stands} for token {i}, not at {position}"
+                        slot, place = places[j]
+                        assert place == position, f"token {j} is at {place} for token {i} instead of {position}"
                         assert table[slot // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
                         key, _, now = self.store[group][table[slot // size], slot % size]
                         assert key == right[j], f"wrong key at token {j}"
-                        assert now == specs, f"the key of token {j} stands under other frequencies"
+                        assert now == specs, f"the key of token {j} has other frequencies"
                         if rotation.near is None or i - j < rotation.near:
                             continue
                         far_table = self.sequences.table(item.seq_id, group + len(pools)).tolist()
                         key, _, now = self.store[group][far_table[j // size], j % size]
-                        assert key == right[j] and now == ("far", specs), f"token {j} seems wrong from far away"
+                        assert key == right[j] and now == ("far", specs), f"wrong second key copy of token {j}"
             table = self.sequences.table(item.seq_id, 0).tolist()
             last = end - 1 + mine.layout.slot_offset
             row, _, _ = self.store[0][table[last // size], last % size]
@@ -555,7 +555,7 @@ class FakeExecutor:
 def oracle(
     request: EngineRequest, rotation: FakeRotation, index: int, longest: int
 ) -> tuple[list[int], str, int | None]:
-    """What a sample must come to, computed one token at a time without cache, batch or scheduler."""
+    """Return the tokens of a sample, computed one at a time without cache, batch or scheduler."""
     sampling = request.sampling
     if sampling.max_tokens == 0:
         return [], "length", None
@@ -599,7 +599,7 @@ def make_scheduler(
     shift_context: int | None = None,
     max_total_tokens: int | None = None,
 ) -> tuple[Scheduler, FakeExecutor, FakeClock]:
-    """A scheduler over pools of (blocks, window), with an executor that checks it and a clock to set."""
+    """Return a scheduler for pools of (blocks, window), an executor that checks it, and a settable clock."""
     blocks = BlockManager([KVGroupLayout(n, w) for n, w in groups], block_size, prefix_caching)
     config = SchedulerConfig(
         max_num_batched_tokens=budget,
@@ -642,7 +642,7 @@ def make_request(
     reuse: NonPrefixReuseParams | None = None,
     **sampling: object,
 ) -> EngineRequest:
-    """A request with a seed and, unless said otherwise, no end before max_tokens."""
+    """Return a request with a seed and, by default, no end before max_tokens."""
     options: dict[str, object] = {"max_tokens": 4, "seed": 0, "ignore_eos": True, **sampling}
     return EngineRequest(
         request_id,
@@ -657,7 +657,7 @@ def make_request(
 
 
 def add(executor: FakeExecutor, request: EngineRequest, rotation: FakeRotation | None = None) -> None:
-    """Queue a request with the executor knowing its rotation."""
+    """Queue a request and register its rotation."""
     rotation = rotation or FakeRotation()
     executor.scheduler.add(request, rotation)  # type: ignore[arg-type]
     executor.rotations[request.request_id] = rotation

@@ -1,4 +1,4 @@
-"""Engines whose model's own prediction layer proposes, and what it proposes behind which tokens."""
+"""Engines with an MTP layer, and a record of its proposals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def predictor_of(core: EngineCore) -> MTPProposer:
 
 
 class Proposed:
-    """What an engine proposes from now on, and behind which tokens. States of a step are spoiled at its end, as the next one may
+    """Record of later proposals and their contexts. Hidden states are overwritten at the end of a step, as the next step may
     overwrite them."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -71,7 +71,7 @@ class Proposed:
         return drafts
 
     def check(self, oracle: PredictionOracle, least: int) -> None:
-        """Each is what the oracle predicts from the whole text, and for the same logits."""
+        """Compare proposals and their logits with those of the oracle for the entire text."""
         assert len(self.found) >= least
         for known, draft, logits in self.found:
             want = oracle.proposals(known, len(draft))

@@ -1,7 +1,7 @@
-"""Tiny checkpoints quantized with GPTQ, AWQ, compressed-tensors or to 8-bit floats, each beside the numbers it means.
+"""Tiny checkpoints quantized with GPTQ, AWQ, compressed-tensors or to float8, each with a plain one of the same numbers.
 
-The layouts are written from the description of the formats with whole numbers of Python, a code at a time, and share nothing
-with the reader. `numbers` is a formula in float64 of numbers short enough to be exact there.
+The layouts are written from the description of the formats with Python integers, one code at a time, independent
+of the reader. `numbers` is a float64 formula that is exact for these numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """scale * (code - zero) of the group of each column. codes: [N, K], zeros and scales: [N, G], groups: [K]."""
+    """Integers [N, K] with zeros and scales [N, G] and the group of each column [K]: scale * (code - zero)."""
 
     codes: np.ndarray
     zeros: np.ndarray
@@ -32,7 +32,7 @@ class IntegerWeight:
     bits: int
 
     def numbers(self) -> Tensor:
-        """float32 [N, K]."""
+        """Return the numbers, float32 [N, K]."""
         scales = self.scales.double().numpy()[:, self.groups]
         return torch.from_numpy((self.codes - self.zeros[:, self.groups]) * scales).float()
 
@@ -46,7 +46,7 @@ def quantize(
     dtype: torch.dtype = torch.float16,
     order: Sequence[int] | None = None,
 ) -> IntegerWeight:
-    """Round a weight [N, K] to integers. order: the group of each column; None: `group_size` columns after each other."""
+    """Round a weight [N, K] to integers. order: the group of each column; None: groups of `group_size` successive columns."""
     columns = weight.shape[1]
     groups = np.arange(columns) // group_size if order is None else np.asarray(order)
     count, top = int(groups.max()) + 1, (1 << bits) - 1
@@ -64,14 +64,14 @@ def quantize(
 
 
 def words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
-    """Numbers one behind the other from the lowest bit of the first word on, as signed words of 32 bits."""
+    """Pack numbers as a bit stream from the lowest bit of the first word, in signed 32-bit words."""
     stream = sum(int(value) << (bits * i) for i, value in enumerate(values))
     count = -(-len(values) * bits // 32)
     return [int(word) for word in np.frombuffer(stream.to_bytes(4 * count, "little"), "<i4")]
 
 
 def padded_words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
-    """Numbers as many in each word of 32 bits as it holds whole, from the lowest bit on."""
+    """Pack as many complete numbers as fit into each 32-bit word, from the lowest bit."""
     each = 32 // bits
     return [word for first in range(0, len(values), each) for word in words(values[first : first + each], bits)]
 
@@ -79,7 +79,7 @@ def padded_words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
 def as_gptq(module: str, w: IntegerWeight, *, less_one: bool = True) -> dict[str, Tensor]:
     qzeros = np.array([words(w.zeros[:, g], w.bits) for g in range(w.zeros.shape[1])], dtype=np.int64)
     if less_one and w.bits != 3:
-        qzeros -= sum(1 << shift for shift in range(0, 32, w.bits))  # of whole words
+        qzeros -= sum(1 << shift for shift in range(0, 32, w.bits))  # of complete words
     elif less_one:
         qzeros = np.array([words(w.zeros[:, g] - 1, 3) for g in range(w.zeros.shape[1])], dtype=np.int64)
     return {
@@ -132,7 +132,7 @@ def as_bytes(module: str, w: IntegerWeight, *, symmetric: bool = True) -> dict[s
 
 
 def as_floats(module: str, weight: Tensor, kind: str, end: str = "weight_scale") -> tuple[dict[str, Tensor], Tensor]:
-    """float8 with a scale per "tensor", "row" or "32x48" block of rows and columns; and the numbers it means, float32."""
+    """Return float8 weights with a scale per "tensor", "row" or "32x48" block of rows and columns, and their numbers, float32."""
     rows, columns = weight.shape
     height, width = {"tensor": (rows, columns), "row": (1, columns)}.get(kind) or tuple(map(int, kind.split("x")))
     grid = torch.empty(-(-rows // height), -(-columns // width))
@@ -146,7 +146,7 @@ def as_floats(module: str, weight: Tensor, kind: str, end: str = "weight_scale")
     return {f"{module}.weight": codes, f"{module}.{end}": grid.view(()) if kind == "tensor" else grid}, numbers
 
 
-# A module's name and its weight [N, K] -> what stands in the checkpoint instead, and the numbers it means.
+# A module's name and its weight [N, K] -> tensors of the checkpoint, and their numbers.
 Layout = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -174,9 +174,9 @@ def make_quantized(
     dtype: torch.dtype | None = None,
     leave: Sequence[str] = ("lm_head",),
 ) -> tuple[Path, Path]:
-    """The model `source` quantized, and one of plain numbers that are the same.
+    """Save the model `source` quantized, and a model of the same plain numbers.
 
-    dtype: of the tensors that are not quantized; None: as they are. leave: modules that are not quantized.
+    dtype: of the tensors that are not quantized; None: unchanged. leave: modules that are not quantized.
     """
     tensors = {n: t if dtype is None else t.to(dtype) for n, t in load_file(source / "model.safetensors").items()}
     stored, plain = {}, {}

@@ -1,7 +1,7 @@
-"""A transformers model whose attention rotates each key anew for every token that looks at it, to where it then stands.
+"""A transformers model whose attention rotates each key again for every query, to its current position.
 
-So nothing of it knows of turned queries, runs or blocks: a key that stands at position e scores as R(e) k, whatever has
-happened since it was computed. All tokens are computed in one pass, in float32 with float64 angles.
+It has no rotated query copies, key ranges or blocks: a key at position e scores as R(e) k, independent of
+earlier positions. All tokens are computed in one pass, in float32 with float64 angles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CURRENT: list[RawKeyOracle] = []
 
 @dataclass
 class _Row:
-    """A token: where its query stands, the tokens it holds, itself the last, where each stands and whether it is looked at."""
+    """A token: its query position, the held tokens including itself, and their positions and visibility."""
 
     token: int
     position: int
@@ -38,7 +38,7 @@ class _Row:
 
 @dataclass
 class _Pairs:
-    """Of the rows under the same frequencies, which number of them each query and each key that it holds has."""
+    """Pairs of queries and keys of the rows with the same frequencies."""
 
     specs: Sequence[RotarySpec]
     queries: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Pairs:
 
 
 class RawKeyOracle:
-    """specs, names: of the model's rotary groups. `step` adds a token over those held, `logits` computes them all."""
+    """Tokens with arbitrary key positions. specs, names: of the rotary groups. `step` adds a token, `logits` computes all."""
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
         AttentionInterface.register("raw_keys", _attend)
@@ -65,7 +65,7 @@ class RawKeyOracle:
         self.positions: list[int] = []  # of queries
 
     def enter(self, specs: Sequence[RotarySpec]) -> None:
-        """For the tokens from here on all keys and queries stand under these frequencies."""
+        """Use these frequencies for all keys and queries of later tokens."""
         self._specs = specs
 
     def step(
@@ -76,10 +76,10 @@ class RawKeyOracle:
         seen: Sequence[bool],
         context_position: int | None = None,
     ) -> None:
-        """Add a token whose query stands at `position`, over the held keys and its own, the last; it is held from now on.
+        """Add a token with a query at `position` that attends to the held keys and its own, and is then held itself.
 
-        key_positions, seen: where each of them stands, and whether it is looked at at all, before the layers' own windows.
-        context_position: what the model takes as the token's position for anything but rotation.
+        key_positions, seen: position and visibility of each key, before the windows of layers.
+        context_position: the token's position for everything except rotation.
         """
         self.held.append(len(self._rows))
         where = position if context_position is None else context_position
@@ -90,12 +90,12 @@ class RawKeyOracle:
         )
 
     def drop(self, first: int, end: int) -> None:
-        """Hold tokens first .. end - 1 of those held no more."""
+        """Drop the held tokens first .. end - 1."""
         del self.held[first:end]
 
     @torch.no_grad()
     def logits(self) -> list[torch.Tensor]:
-        """[V] of each token that was added."""
+        """Return the logits of each added token, [V]."""
         _CURRENT[:] = [self]
         self.positions = [row.position for row in self._rows]
         self.pairs = self._paired()
@@ -143,7 +143,7 @@ def _attend(
     scaling: float,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, Hq, T, D]; key, value [1, Hkv, T, D], neither rotated."""
+    """Attend with unrotated query [1, Hq, T, D] and key, value [1, Hkv, T, D]."""
     (oracle,) = _CURRENT
     group, count = query.shape[1] // key.shape[1], query.shape[2]
     scores = torch.full((query.shape[1], count, count), float("-inf"))
@@ -151,7 +151,7 @@ def _attend(
         q, k = query, key[:, :, pairs.keys]
         if getattr(module, "use_rope", True):
             weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
-            qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
+            qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # applied after the rotation
             spec = oracle.spec_of(module, pairs.specs)
             q = _rotated(module, query / qw, oracle.rotation(oracle.positions, spec)) * qw
             k = _rotated(module, k / kw, oracle.rotation(pairs.places, spec)) * kw
@@ -168,8 +168,8 @@ def _attend(
 
 def _rotated(module: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    takes_one = "q" not in inspect.signature(apply).parameters  # Gemma 4's turns queries or keys
-    plain = getattr(module, "qk_nope_head_dim", 0)  # dims before those that rotate
+    takes_one = "q" not in inspect.signature(apply).parameters  # that of Gemma 4 rotates queries or keys
+    plain = getattr(module, "qk_nope_head_dim", 0)  # dims before the rotated ones
     still, turned = x[..., :plain], x[..., plain:]
     found = apply(turned, *tables) if takes_one else apply(turned, turned, *tables)[0]
     return torch.cat((still, found), dim=-1)

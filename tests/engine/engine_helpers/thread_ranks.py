@@ -1,4 +1,4 @@
-"""The ranks of a model as threads of this process, so that tests of what they compute start no processes."""
+"""Ranks of a model as threads of this process, so that tests need no processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from windlass.kernels import RankGroup, shared_memory_bytes
 
 
 class ThreadRanks:
-    """What `RankProcesses` offers, with each rank's steps in a thread."""
+    """The interface of `RankProcesses`, with the steps of each rank in a thread."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.memory, self.store = (
@@ -107,7 +107,7 @@ class ThreadRanks:
 
 @contextmanager
 def ranked(directory: Path, ranks: int, **options: Any) -> Iterator[EngineCore]:
-    """A core of so many ranks, the others of which are threads of this process."""
+    """Return an engine core with this number of ranks, the others as threads of this process."""
     if DEVICE != "cpu":
         pytest.skip("there is one GPU for all")
     with pytest.MonkeyPatch.context() as patch:

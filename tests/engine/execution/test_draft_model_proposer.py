@@ -1,4 +1,4 @@
-"""A draft model changes nothing but the number of steps: the oracle is the same engine without it."""
+"""Draft model: it changes only the number of steps. The oracle is the same engine without it."""
 
 from __future__ import annotations
 
@@ -12,53 +12,37 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import greedy, make_core, run
-from helpers.every_request import DEMO, run_checked, same, small_models
+from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.cache_operations import LoadedBlock, SwappedPages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.context import ContextRule
-from windlass.engine.interface.request import EngineRequest, RepeatPenalty
+from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 VOCAB = 128
+DirectoryOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> DirectoryOf:
     return small_models(tmp_path_factory)
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-
-
-def traffic() -> list[EngineRequest]:
-    """All settings that change the next token or end a sample, and requests with their own rotations."""
+def every_kind() -> list[EngineRequest]:
+    """Requests with every option that changes the next token or ends a sample, and with their own scalings."""
     yarn = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0})
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
-    fields: list[dict[str, Any]] = [
-        {},
-        {"logprobs": 3},
-        {"repetition_penalty": 1.2, "logprobs": 0},
-        {"repeats": RepeatPenalty(1.0, 1.3, 2), "presence_penalty": 0.4},
-        {"temperature": 0.7, "seed": 5, "xtc_probability": 0.4, "xtc_threshold": 0.05},
-        {"allowed_token_ids": tuple(range(20, 40))},
-        {"temperature": 0.4, "seed": 7, "n": 3, "logprobs": 1},
-        {"stop_token_ids": tuple(range(40, 60)), "min_tokens": 9},
-        {"ignore_eos": False, "min_tokens": 3},
-        {"prompt_logprobs": 1},
-        {"max_tokens": 1},
-        {"max_tokens": 2},
-        {"n": 2},
-        {"rope_scaling": yarn},
-        {"rope_scaling": dynamic, "rope_update": "rotate", "max_tokens": 60},
-        {"rope_scaling": dynamic, "rope_update": "recompute", "max_tokens": 60},
+    updates = [("rotate", 12), ("recompute", 15)]
+    return [
+        *traffic(),
+        greedy("yarn", prompt(31, 48), 30, rope_scaling=yarn),
+        *(greedy(kind, prompt(n, 40 + n), 60, rope_scaling=dynamic, rope_update=kind) for kind, n in updates),
     ]
-    return [greedy(f"{i}", prompt(i, 9 + 3 * i), **{"max_tokens": 30, **given}) for i, given in enumerate(fields)]
 
 
 def with_draft(directory: Path, draft: Path, **options: Any) -> EngineCore:
@@ -77,45 +61,43 @@ def both(
 
 @pytest.mark.parametrize(
     ("model", "draft", "drafting", "options"),
-    [
-        ("llama", "llama", {}, {}),
-        ("llama", "llama", {"speculative_adaptive": True}, {}),
-        ("llama", "qwen3", {"speculative_tokens": 3}, {}),  # other weights, norms and shapes
-        ("llama", "llama", {"speculative_model_quantization": "int4"}, {"max_num_batched_tokens": 16}),
-        ("qwen3", "llama", {}, {"prefix_caching": False, "max_num_seqs": 3}),
-        ("llama", "llama", {"speculative_ngram": 3, "speculative_ngram_min": 1}, {"deterministic": True}),
-        ("llama", "llama", {"speculative_tokens": 16}, {"deterministic": True, "kv_cache_dtype": "int8"}),
-        ("llama_bias", "llama", {}, {"deterministic": True, "quantization": "int8"}),
-    ],
+    slow_after(
+        3,
+        [
+            ("llama", "llama", {}, {}),
+            ("llama", "qwen3", {"speculative_tokens": 3}, {}),  # other weights, norms and shapes
+            ("llama", "llama", {"speculative_ngram": 3, "speculative_ngram_min": 1}, {"deterministic": True}),
+            ("llama", "llama", {"speculative_adaptive": True}, {}),
+            ("llama", "llama", {"speculative_model_quantization": "int4"}, {"max_num_batched_tokens": 16}),
+            ("qwen3", "llama", {}, {"prefix_caching": False, "max_num_seqs": 3}),
+            ("llama", "llama", {"speculative_tokens": 16}, {"deterministic": True, "kv_cache_dtype": "int8"}),
+            ("llama_bias", "llama", {}, {"deterministic": True, "quantization": "int8"}),
+        ],
+    ),
 )
-def test_answers_are_those_without_a_draft_model(
-    model: str,
-    draft: str,
-    drafting: dict[str, Any],
-    options: dict[str, Any],
-    directory_of: Callable[[str], Path],
+def test_a_draft_model_changes_no_result(
+    model: str, draft: str, drafting: dict[str, Any], options: dict[str, Any], directory_of: DirectoryOf
 ) -> None:
-    core = both(directory_of(model), directory_of(draft), traffic, drafting, max_model_len=160, **options)
+    core = both(directory_of(model), directory_of(draft), every_kind, drafting, max_model_len=160, **options)
     stats = core.stats()
     assert stats.spec_decode_model_num_draft_tokens > 50
     if model == draft and not drafting.get("speculative_model_quantization"):
         assert stats.spec_decode_model_num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_the_same_model_is_always_right(length: int, directory_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("length", slow_after(2, [1, 16, 15, 17, 40]))
+def test_all_proposals_of_the_same_model_are_accepted(length: int, directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     (got,) = run(core, [greedy("x", prompt(1, length), 41)]).values()
     stats = core.stats()
     # One token comes with the prompt, then five with every step.
     assert len(got.token_ids) == 41 and stats.num_steps == 1 + 8
     assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens == 32
-    assert core.runner.proposer is not None
     # The draft model computes every token once, except the last two, which are missing when the sequence ends.
     assert core.runner.proposer.positions_computed == length + 41 - 2
 
 
-def test_the_keys_of_a_cached_prefix_are_the_draft_models_too(directory_of: Callable[[str], Path]) -> None:
+def test_a_cached_prefix_has_keys_of_the_draft_model(directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     text = prompt(3, 60)
     run(core, [greedy("first", text, 1)])
@@ -127,33 +109,32 @@ def test_the_keys_of_a_cached_prefix_are_the_draft_models_too(directory_of: Call
     assert accepted == after.spec_decode_model_num_draft_tokens - before.spec_decode_model_num_draft_tokens > 20
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 3.0}])
-def test_a_requests_rotation_is_the_draft_models_too(rope: dict[str, Any], directory_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    "rope", slow_after(1, [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 3.0}])
+)
+def test_the_draft_model_uses_the_scaling_of_the_request(rope: dict[str, Any], directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     run(core, [greedy("x", prompt(1, 70), 41, rope_scaling=RopeScaling.from_dict(rope)), greedy("y", prompt(2, 9), 41)])
     stats = core.stats()
     assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens > 40
 
 
-@pytest.mark.parametrize("update", ["rotate", "recompute"])
-def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
-    update: str, directory_of: Callable[[str], Path]
-) -> None:
+@pytest.mark.parametrize("update", slow_but(["rotate", "recompute"], "rotate"))
+def test_keys_of_the_draft_model_are_rerotated(update: str, directory_of: DirectoryOf) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
-    assert core.runner.proposer is not None
-    for layer in range(core.info.num_layers):  # keys that are read without having been computed change the result
+    for layer in range(core.info.num_layers):  # keys that are read before they are computed change the result
         pages = core.runner.proposer.cache.pages(layer)
         pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
     stats = core.stats()
     assert stats.key_moves > 0 or stats.recomputed_tokens["rope_update"] > 0
-    # A token that was missing when the frequencies changed is computed under the new ones.
+    # A draft token that was missing when the frequencies changed is computed with the new ones.
     assert stats.spec_decode_model_num_accepted_tokens > 0.9 * stats.spec_decode_model_num_draft_tokens > 40
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_a_shifted_context(temperature: float, directory_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("temperature", slow_after(1, [0.0, 0.5]))
+def test_shifted_contexts_with_a_draft_model_give_equal_results(temperature: float, directory_of: DirectoryOf) -> None:
     def sent() -> list[EngineRequest]:
         rule = ContextRule(overflow="shift", keep_tokens=16)
         return [
@@ -169,7 +150,7 @@ def test_a_shifted_context(temperature: float, directory_of: Callable[[str], Pat
     assert stats.spec_decode_model_num_draft_tokens > 100
 
 
-def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> None:
+def test_preempted_streams_with_a_draft_model_give_equal_results(directory_of: DirectoryOf) -> None:
     def sent() -> list[EngineRequest]:
         rule = ContextRule(overflow="shift", keep_tokens=16)
         return [
@@ -192,11 +173,10 @@ def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> No
     assert stats.spec_decode_model_num_accepted_tokens > 0.8 * stats.spec_decode_model_num_draft_tokens > 100
 
 
-def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
-    """A plan may swap out a block and load a file into it at once, in the draft model's cache too."""
+def test_blocks_are_swapped_out_before_they_are_loaded_into(tmp_path: Path, directory_of: DirectoryOf) -> None:
+    """A plan may swap out a block and load a file into it, also in the cache of the draft model."""
     core = with_draft(directory_of("llama"), directory_of("llama"), kv_persist=str(tmp_path))
     store, proposer = core._store, core.runner.proposer
-    assert store is not None and proposer is not None
     planes = [plane for cache in (core.runner.cache, proposer.cache) for plane in cache.planes[0] if plane.numel()]
     for plane in planes:
         plane[:, 3] = 1.0
@@ -204,7 +184,6 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
     for plane in planes:
         plane[:, 3] = 2.0
     ticket = store.transfer.stage(0, tuple(plane.copy() for plane in held), lambda: False)
-    assert ticket is not None
     first = core.runner.input_batch.step + 1
     loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)
     core.runner.apply(SchedulerOutput(first, swapped_out=(SwappedPages(7, ((3,),)),), loaded=loaded))
@@ -214,7 +193,7 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
     core.close()
 
 
-def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], Path]) -> None:
+def test_aborted_requests_do_not_affect_others(directory_of: DirectoryOf) -> None:
     directory = directory_of("llama")
     want = run(make_core(directory, deterministic=True), [greedy("stays", prompt(1, 20), 60)])
     core = with_draft(directory, directory, deterministic=True)
@@ -232,7 +211,7 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     assert core.runner.proposer is not None and not core.runner.proposer.progress and len(core.runner.input_batch) == 0
 
 
-def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+def test_draft_models_of_another_vocabulary_size(tmp_path: Path, directory_of: DirectoryOf) -> None:
     def sent() -> list[EngineRequest]:
         return [greedy("x", prompt(1, 20), 40), greedy("y", prompt(2, 30), 40, temperature=1.0, seed=3)]
 
@@ -248,9 +227,9 @@ def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Cal
     same(run(with_draft(small, large), [greedy("x", [5, 6, 7], 40)]), want)
 
 
-def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+def test_incompatible_draft_models_are_refused(tmp_path: Path, directory_of: DirectoryOf) -> None:
     llama = directory_of("llama")
-    for model, draft, said in (
+    for model, draft, message in (
         ("gemma3", "llama", "the model has layers with a sliding window"),
         ("llama", "gemma3", "the draft model has layers with a sliding window"),
         (
@@ -259,7 +238,7 @@ def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callab
             r"the draft model is a Lfm2.*, which has recurrent layers, and the model \(Llama.*\) has none",
         ),
     ):
-        with pytest.raises(LoadError, match=said):
+        with pytest.raises(LoadError, match=message):
             with_draft(directory_of(model), directory_of(draft))
     with pytest.raises(LoadError, match=r"the draft model: .*nowhere.config.json does not exist"):
         with_draft(llama, tmp_path / "nowhere")
@@ -278,10 +257,10 @@ def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callab
     with_draft(pair[0], pair[0])
 
 
-def test_what_was_loaded_is_told() -> None:
+def test_model_info_describes_the_draft_model() -> None:
     core = with_draft(DEMO, DEMO, speculative_model_quantization="int8", speculative_tokens=3)
     draft = core.info.draft_model
     assert draft is not None and draft.num_tokens == 3 and draft.path == str(DEMO)
     assert draft.quantization is not None and draft.quantization.startswith("int8") and core.info.quantization is None
     assert make_core(DEMO).info.draft_model is None
-    assert core.info.fingerprint == make_core(DEMO).info.fingerprint  # it changes no logits
+    assert core.info.fingerprint == make_core(DEMO).info.fingerprint  # logits do not depend on it

@@ -1,4 +1,4 @@
-"""MTP layers: the proposals equal those computed by transformers, and no output changes."""
+"""MTP layers: the proposals equal those of transformers, and no result changes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine_helpers.rewritten_weights import rewritten
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.little_memory import NO_ROOM
+from helpers.marks import slow_after, slow_but
 from helpers.prediction_layers import PredictionOracle, make_predicting
 from helpers.tiny_models import make_model
 from helpers.tiny_multimodal import make_multimodal
@@ -30,13 +31,14 @@ from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput
 from windlass.kernels import BlockWeight
 
+DirectoryOf = Callable[[str], Path]
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Families whose MTP layer is one more layer of the model, and families whose MTP layer has its own form.
 MORE_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "ernie4_5_moe", "nemotron_h_experts")
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> DirectoryOf:
     made: dict[str, Path] = {}
 
     def get(family: str) -> Path:
@@ -52,11 +54,13 @@ def with_config(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "beside"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_proposals_are_those_of_transformers(
-    family: str, others: dict[str, Any], directory_of: Callable[[str], Path]
-) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param({}, marks=pytest.mark.slow), {"speculative_ngram": 2, "speculative_ngram_min": 1}],
+    ids=["alone", "with n-grams"],
+)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_5"))
+def test_proposals_equal_transformers(family: str, others: dict[str, Any], directory_of: DirectoryOf) -> None:
     """Chunked prompts, several streams, samples of one prompt, accepted and rejected tokens; alone, and combined with n-gram
     proposals in some steps."""
     directory = directory_of(family)
@@ -72,9 +76,9 @@ def test_proposals_are_those_of_transformers(
     proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_proposals_of_further_families_too(family: str, directory_of: Callable[[str], Path]) -> None:
-    """And the outputs equal those without the layer."""
+@pytest.mark.parametrize("family", slow_but(MORE_FAMILIES, "deepseek_v3", "nemotron_h_experts"))
+def test_proposals_of_further_families_equal_transformers(family: str, directory_of: DirectoryOf) -> None:
+    """And results equal those without the layer."""
     directory = directory_of(family)
     sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
     want = run(make_core(directory), sent)
@@ -87,8 +91,8 @@ def test_proposals_of_further_families_too(family: str, directory_of: Callable[[
     proposed.check(PredictionOracle(family, directory, specs), 8)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq"])
-def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", slow_but(["fp8", "awq"], "fp8"))
+def test_proposals_of_quantized_checkpoints_equal_transformers(method: str, tmp_path: Path) -> None:
     """Quantized like the model's layers, except for the input projection, or not quantized."""
     family, sizes = ("deepseek_v3", {}) if method == "fp8" else ("glm4_moe", {"moe_intermediate_size": 64})
     source = make_predicting(family, tmp_path / "source", seed=1, **sizes)
@@ -102,16 +106,16 @@ def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None
         rounded = quantize(weight, 4, 32, symmetric=False)
         return as_awq(module, rounded), rounded.numbers()
 
-    told = {**FP8, "weight_block_size": [48, 40]} if method == "fp8" else AWQ
-    quantized, plain = make_quantized(source, tmp_path, told, layout, leave=leave)
+    config = {**FP8, "weight_block_size": [48, 40]} if method == "fp8" else AWQ
+    quantized, plain = make_quantized(source, tmp_path, config, layout, leave=leave)
     core = mtp_engine(quantized, speculative_tokens=2, dtype="float32", activations="float32")
     proposed, sent = Proposed(core), greedy("a", prompt(2, 20), 16)
     run(core, [sent])
     proposed.check(PredictionOracle(family, plain, specs_of(core, sent)), 5)
 
 
-def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
-    """A text that continues as before keeps all the keys that were computed first."""
+def test_the_next_turn_finds_cached_keys_of_the_mtp_layer(directory_of: DirectoryOf) -> None:
+    """A text that continues the cached one uses all of its keys."""
     directory = directory_of("qwen3_next")
     core = mtp_engine(directory)
     (first,) = run(core, [greedy("a", prompt(2, 40), 60)]).values()
@@ -125,18 +129,19 @@ def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("qwen3_5", {}),
-        ("qwen3_5_moe", {"speculative_adaptive": True, "max_num_batched_tokens": 24}),
-        ("qwen3_next", {"speculative_ngram": 3, "speculative_ngram_min": 1, "deterministic": True}),
-        ("qwen3_5", {"prefix_caching": False, "max_num_seqs": 3, "speculative_tokens": 16}),
-        ("qwen3_5", {"deterministic": True, "quantization": "int8", "kv_cache_dtype": "int8"}),
-        ("qwen3_5_moe", {"deterministic": True, "dtype": "bfloat16"}),
-    ],
+    slow_after(
+        1,
+        [
+            ("qwen3_5", {}),
+            ("qwen3_5_moe", {"speculative_adaptive": True, "max_num_batched_tokens": 24}),
+            ("qwen3_next", {"speculative_ngram": 3, "speculative_ngram_min": 1, "deterministic": True}),
+            ("qwen3_5", {"prefix_caching": False, "max_num_seqs": 3, "speculative_tokens": 16}),
+            ("qwen3_5", {"deterministic": True, "quantization": "int8", "kv_cache_dtype": "int8"}),
+            ("qwen3_5_moe", {"deterministic": True, "dtype": "bfloat16"}),
+        ],
+    ),
 )
-def test_answers_are_those_without_the_layer(
-    family: str, options: dict[str, Any], directory_of: Callable[[str], Path]
-) -> None:
+def test_an_mtp_layer_changes_no_result(family: str, options: dict[str, Any], directory_of: DirectoryOf) -> None:
     own = {name: value for name, value in options.items() if not name.startswith("speculative")}
     want = run(make_core(directory_of(family), max_model_len=192, **own), traffic())
     core = mtp_engine(directory_of(family), max_model_len=192, **options)
@@ -146,8 +151,8 @@ def test_answers_are_those_without_the_layer(
     assert not predictor_of(core).progress
 
 
-@pytest.mark.parametrize("room", ["little", "enough"])
-def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", slow_but(["little", "enough"], "little"))
+def test_rotations_shifts_and_preemptions_with_an_mtp_layer(memory: str, tmp_path: Path) -> None:
     """The cache holds NaNs until it is written: every key that is read has been computed."""
 
     def sent() -> list[EngineRequest]:
@@ -169,7 +174,7 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
     directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, max_position_embeddings=64)
     options: dict[str, Any] = {"deterministic": True, "max_model_len": 96, "max_total_tokens": 400, "max_num_seqs": 6}
     want = run(make_core(directory, **options), sent())
-    if room == "little":
+    if memory == "little":
         probe = mtp_engine(directory, **options).info
         options["kv_cache_memory"] = 16 * probe.kv_bytes_per_token * 20 + 24 * probe.state_bytes
     core = mtp_engine(directory, **options)
@@ -183,17 +188,17 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
         assert bool(hidden.isfinite().all())
         return hidden, outputs
 
-    predictor._run = watched  # type: ignore[method-assign]
+    predictor._run = watched
     same(run_checked(core, sent()), want, 0.0)
     stats = core.stats()
-    assert (stats.num_preemptions > 0) is (room == "little")
+    assert (stats.num_preemptions > 0) is (memory == "little")
     assert stats.context_shifts > 5 and stats.key_moves > 0
     assert stats.spec_decode_model_num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize("rows", [0, 8])
-def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[str], Path]) -> None:
-    """Steps with more rows find none, so prompts are skipped, or all proposals."""
+@pytest.mark.parametrize("rows", slow_after(1, [8, 0]))
+def test_an_mtp_layer_without_memory_fails_no_request(rows: int, directory_of: DirectoryOf) -> None:
+    """Steps with more rows fail, so prompts or all proposals are skipped."""
     directory = directory_of("qwen3_5_moe")
     want = run(make_core(directory, deterministic=True, max_model_len=192), traffic())
     core = mtp_engine(directory, deterministic=True, max_model_len=192)
@@ -209,16 +214,14 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
             raise torch.OutOfMemoryError(NO_ROOM)
         return hidden
 
-    layer.forward = with_little_memory  # type: ignore[method-assign]
+    layer.forward = with_little_memory
     same(run_checked(core, traffic()), want, 0.0)
     assert len(failed) > 10 and (core.stats().spec_decode_model_num_accepted_tokens > 10) is (rows > 0)
     assert max(waiting) <= 16 + 4  # a block and the tokens of one step
 
 
-def test_states_that_find_no_memory_fail_nobody(
-    monkeypatch: pytest.MonkeyPatch, directory_of: Callable[[str], Path]
-) -> None:
-    """The model's step is complete by then, and its samples count. Missing states are not replaced by older ones."""
+def test_states_without_memory_fail_no_request(monkeypatch: pytest.MonkeyPatch, directory_of: DirectoryOf) -> None:
+    """The model's step is complete by then, and its samples are valid. Missing states are not replaced by older ones."""
     directory = directory_of("qwen3_5")
     sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
     want = run(make_core(directory, deterministic=True), sent)
@@ -244,23 +247,23 @@ def test_states_that_find_no_memory_fail_nobody(
     assert len(lacking) > 5 and core.stats().spec_decode_model_num_accepted_tokens > 5
 
 
-def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
-    nothing = r"speculation\.mtp`: this model .* has no layer that predicts further"
+def test_models_without_a_usable_mtp_layer_are_refused(tmp_path: Path, directory_of: DirectoryOf) -> None:
+    missing = r"speculation\.mtp`: this model .* has no layer that predicts further"
     for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last one's config.json names no MTP layer
-        with pytest.raises(LoadError, match=nothing):
+        with pytest.raises(LoadError, match=missing):
             mtp_engine(make_model(family, tmp_path / family))
-    with pytest.raises(LoadError, match=nothing):  # it has windows
+    with pytest.raises(LoadError, match=missing):  # its layer has a window
         mtp_engine(make_multimodal("exaone4_5", tmp_path / "exaone4_5"))
     counted = {"num_nextn_predict_layers": 1}
     for family, begins in (("qwen3_5", "mtp"), ("deepseek_v3", "model.layers.4"), ("ernie4_5_moe", "model.mtp_block")):
         without = make_model(family, tmp_path / f"{family} without", **counted)
         with pytest.raises(LoadError, match=rf"speculation\.mtp`: the files hold no layer .* begins with '{begins}\."):
             mtp_engine(without)
-    with pytest.raises(LoadError, match=nothing):
+    with pytest.raises(LoadError, match=missing):
         mtp_engine(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
     other_kinds = shutil.copytree(directory_of("nemotron_h_experts"), tmp_path / "kinds")
     with_config(other_kinds, mtp_layers_block_type=["linear_attention", "moe"])
-    with pytest.raises(LoadError, match=nothing):
+    with pytest.raises(LoadError, match=missing):
         mtp_engine(other_kinds)
     directory = directory_of("qwen3_5")
     weights = load_file(directory / "model.safetensors")
@@ -277,7 +280,7 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callabl
         mtp_engine(other)
 
 
-def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]) -> None:
+def test_the_mtp_layer_shares_embedding_and_head(directory_of: DirectoryOf) -> None:
     core = mtp_engine(directory_of("qwen3_5"), quantization="int8", speculative_tokens=2)
     layer, model = predictor_of(core).decoder, core.runner.decoder
     assert layer.embedding is model.embedding and layer.head is model.head
@@ -288,7 +291,7 @@ def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]
     assert draft.architecture == "prediction layer of Qwen3_5ForCausalLM"
 
 
-def test_a_start_without_it_says_that_it_is_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+def test_an_unused_mtp_layer_is_announced(tmp_path: Path, directory_of: DirectoryOf) -> None:
     def offers(directory: Path, **options: Any) -> bool:
         return any("`scheduling.speculation.mtp`" in notice for notice in make_core(directory, **options).info.notices)
 
@@ -298,8 +301,8 @@ def test_a_start_without_it_says_that_it_is_there(tmp_path: Path, directory_of: 
     assert not offers(make_model("qwen3_5", tmp_path / "without"))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", slow_after(1, [False, True]))
+def test_a_quantized_copy_of_the_head_changes_no_result(tied: bool, tmp_path: Path) -> None:
     """Proposals are often accepted, rejected ones change nothing, and the model's own head is unchanged."""
     directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, tie_word_embeddings=tied, hidden_size=128)
     sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]

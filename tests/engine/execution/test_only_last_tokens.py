@@ -40,7 +40,7 @@ def rows_of_layers(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[li
     return found
 
 
-def test_the_last_layers_compute_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_layers_compute_only_last_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(model, max_num_batched_tokens=25)
     rows = rows_of_layers(core, monkeypatch)
     run(core, [greedy("a", PROMPT, 1)])
@@ -53,7 +53,7 @@ def test_the_last_layers_compute_ends(model: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "asked", [{"prompt_logprobs": 0}, {"context": ContextRule("shift", attention_window=9, attention_sinks=2)}], ids=str
 )
-def test_they_compute_all_where_more_is_asked_for(
+def test_the_last_layers_compute_all_requested_tokens(
     model: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(model, max_model_len=128)
@@ -64,7 +64,7 @@ def test_they_compute_all_where_more_is_asked_for(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_answers_are_those_of_all_tokens(
+def test_results_equal_those_of_all_tokens(
     model: Path, dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several prompts in one step, one of them chunked, next to a stream; bit for bit where the order of sums is fixed."""
@@ -85,7 +85,9 @@ def test_answers_are_those_of_all_tokens(
             assert (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.03) * theirs.abs().max()
 
 
-def test_adapters_change_ends_alike(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_with_an_adapter_equal_those_of_all_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = AdapterSource(1, "a", str(save_adapter(tmp_path / "adapter", model)))
 
     def answers() -> dict[Any, Any]:

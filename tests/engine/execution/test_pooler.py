@@ -1,4 +1,4 @@
-"""Pooled prompts against transformers: alone, chunked, next to generation, under another scaling, preempted, from the cache."""
+"""Pooled prompts against transformers: alone, chunked, next to generation, with scalings, preempted, from the cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.engines import greedy, make_core, run, specs_of
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -35,8 +36,11 @@ def pooled(name: str, prompt: list[int], kind: Any = "last", **fields: Any) -> E
     return EngineRequest(name, prompt, SamplingParams(max_tokens=0, temperature=0.0), pooling=rule, **fields)
 
 
+def assert_rows(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
 def tensor(rows: PooledRows | None) -> torch.Tensor:
-    assert rows is not None
     flat = struct.unpack(f"<{len(rows.values) // 4}f", rows.values)
     return torch.tensor(flat).reshape(rows.num_rows, rows.width)
 
@@ -59,31 +63,35 @@ def states(core: EngineCore, directory: Path, request: EngineRequest) -> torch.T
         return reference.model.model(ids, use_cache=False).last_hidden_state[0]
 
 
-def expected(hidden: torch.Tensor, kind: str) -> torch.Tensor:
+def expected(core: EngineCore, directory: Path, request: EngineRequest, kind: str) -> torch.Tensor:
+    """Rows of transformers."""
+    hidden = states(core, directory, request)
     made = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "first": hidden[:1], "all": hidden}
     return made[kind]
 
 
 @pytest.mark.parametrize("kind", ["last", "mean", "first", "all"])
-@pytest.mark.parametrize("budget", [2048, 7])
-def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path, kind: str, budget: int) -> None:
+@pytest.mark.parametrize("budget", slow_after(1, [7, 2048]))
+def test_pooled_rows_equal_transformers_in_any_chunks(directory: Path, kind: str, budget: int) -> None:
     core = make_core(directory, max_num_batched_tokens=budget)
     requests = [pooled(f"p{n}", prompt, kind) for n, prompt in enumerate(PROMPTS)]
-    beside = [greedy("g0", PROMPTS[3], 12), greedy("g1", PROMPTS[4], 5)]
-    alone = {name: done.token_ids for (name, _), done in run(make_core(directory), beside).items()}
-    done = run(core, [beside[0], *requests, beside[1]])
+    others = [greedy("g0", PROMPTS[3], 12), greedy("g1", PROMPTS[4], 5)]
+    alone = {name: done.token_ids for (name, _), done in run(make_core(directory), others).items()}
+    done = run(core, [others[0], *requests, others[1]])
     assert {name: done[name, 0].token_ids for name in ("g0", "g1")} == alone
     for request in requests:
         (output,) = done[request.request_id, 0].outputs
         assert output.token_ids == () and output.finish_reason == "length"
-        wanted = expected(states(core, directory, request), kind)
-        torch.testing.assert_close(tensor(output.pooled), wanted, atol=1e-5, rtol=1e-5)
+        wanted = expected(core, directory, request, kind)
+        assert_rows(tensor(output.pooled), wanted)
     assert not core.runner._pooler._partial and not core.runner.input_batch.pooled
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones
-@pytest.mark.parametrize("budget", [2048, 7])
-def test_answers_are_told_by_the_logits_behind_the_prompt(family: str, budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", slow_but(["llama", "gemma2", "cohere"], "gemma2")
+)  # plain logits, soft-capped ones, scaled ones
+@pytest.mark.parametrize("budget", slow_after(1, [7, 2048]))
+def test_answer_scores_equal_transformers(family: str, budget: int, tmp_path: Path) -> None:
     directory = make_model(family, tmp_path)
     core = make_core(directory, max_num_batched_tokens=budget)
     requests, wanted = [], {}
@@ -100,23 +108,23 @@ def test_answers_are_told_by_the_logits_behind_the_prompt(family: str, budget: i
     assert done["g", 0].token_ids == run(make_core(directory), [greedy("g", PROMPTS[3], 12)])["g", 0].token_ids
     for request in requests:
         found = tensor(done[request.request_id, 0].outputs[0].pooled)
-        torch.testing.assert_close(found, wanted[request.request_id], atol=1e-5, rtol=1e-5)
+        assert_rows(found, wanted[request.request_id])
 
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
-def test_requests_of_one_batch_have_scalings_of_their_own(directory: Path, kind: str) -> None:
+def test_pooled_requests_of_one_batch_have_their_own_scalings(directory: Path, kind: str) -> None:
     core = make_core(directory, max_num_batched_tokens=32)
     scalings = [None, RopeScaling.from_dict({"rope_type": "linear", "factor": 4.0})]
     scalings.append(RopeScaling.from_dict({"rope_type": "yarn", "factor": 8.0}))
     requests = [pooled(f"p{n}", PROMPTS[4], kind, rope_scaling=scaling) for n, scaling in enumerate(scalings)]
     found = results(core, requests)
     for request in requests:
-        wanted = expected(states(core, directory, request), kind)
-        torch.testing.assert_close(found[request.request_id], wanted, atol=1e-5, rtol=1e-5)
+        wanted = expected(core, directory, request, kind)
+        assert_rows(found[request.request_id], wanted)
     assert not torch.allclose(found["p0"], found["p1"], atol=1e-2)
 
 
-def test_only_the_last_token_s_state_may_come_from_cached_prefixes(directory: Path) -> None:
+def test_only_last_token_pooling_uses_cached_prefixes(directory: Path) -> None:
     core = make_core(directory)
     first = results(core, [pooled(f"{kind}0", PROMPTS[4], kind) for kind in ("last", "mean", "all")])
     before = core.runner.positions_computed
@@ -126,10 +134,10 @@ def test_only_the_last_token_s_state_may_come_from_cached_prefixes(directory: Pa
     again |= results(core, [pooled("mean1", PROMPTS[4], "mean"), pooled("all1", PROMPTS[4], "all")])
     assert core.runner.positions_computed - before == 2 * len(PROMPTS[4])
     for kind in ("last", "mean", "all"):
-        torch.testing.assert_close(again[f"{kind}1"], first[f"{kind}0"], atol=1e-5, rtol=1e-5)
+        assert_rows(again[f"{kind}1"], first[f"{kind}0"])
 
 
-def test_a_preempted_mean_begins_anew(directory: Path) -> None:
+def test_a_preempted_mean_restarts(directory: Path) -> None:
     small = 16 * 4 * 2 * 2 * 16 * 4 * 7  # seven blocks of four layers
     core = make_core(directory, kv_cache_memory=small, max_num_batched_tokens=4, max_model_len=96)
     requests = [greedy("g", PROMPTS[2][:15], 30), pooled("p", (PROMPTS[4] * 2)[:90], "mean", priority=1)]
@@ -139,20 +147,20 @@ def test_a_preempted_mean_begins_anew(directory: Path) -> None:
     core.add(requests[0])
     found = results(core, [])
     assert core.stats().num_preemptions > 0
-    wanted = expected(states(core, directory, requests[1]), "mean")
-    torch.testing.assert_close(found["p"], wanted, atol=1e-5, rtol=1e-5)
+    wanted = expected(core, directory, requests[1], "mean")
+    assert_rows(found["p"], wanted)
 
 
-def test_dimensions_are_cut_before_the_length_becomes_one(directory: Path) -> None:
+def test_dimensions_are_cut_before_normalization(directory: Path) -> None:
     core = make_core(directory)
     request = pooled("p", PROMPTS[3], "mean", dimensions=10, normalize=True)
     row = results(core, [request])["p"]
-    wanted = expected(states(core, directory, request), "mean")[:, :10]
-    torch.testing.assert_close(row, torch.nn.functional.normalize(wanted), atol=1e-5, rtol=1e-5)
+    wanted = expected(core, directory, request, "mean")[:, :10]
+    assert_rows(row, torch.nn.functional.normalize(wanted))
     assert row.shape == (1, 10) and abs(float(row.norm()) - 1) < 1e-6
 
 
-def test_an_aborted_prompt_leaves_nothing(directory: Path) -> None:
+def test_an_aborted_pooled_prompt_leaves_nothing(directory: Path) -> None:
     core = make_core(directory, max_num_batched_tokens=8)
     core.add(pooled("p", PROMPTS[4], "mean"))
     core.step()
@@ -161,16 +169,16 @@ def test_an_aborted_prompt_leaves_nothing(directory: Path) -> None:
     assert not core.runner._pooler._partial and not core.has_work()
 
 
-def test_states_that_are_not_finite_fail_their_own_request_alone(directory: Path) -> None:
+def test_non_finite_states_fail_only_their_own_request(directory: Path) -> None:
     core = make_core(directory)
     real = core.runner.decoder.forward
 
-    def spoilt(*args: Any) -> torch.Tensor:
+    def invalid(*args: Any) -> torch.Tensor:
         hidden = real(*args)
         hidden[0] = float("nan")
         return hidden
 
-    core.runner.decoder.forward = spoilt  # type: ignore[method-assign]
+    core.runner.decoder.forward = invalid
     core.add(pooled("bad", PROMPTS[3], "mean"))
     core.add(pooled("good", PROMPTS[4], "last"))
     outputs = {output.request_id: output for output in core.step()}
@@ -179,7 +187,7 @@ def test_states_that_are_not_finite_fail_their_own_request_alone(directory: Path
     assert not core.has_work()
 
 
-def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
+def test_chunks_without_their_beginning_are_refused(directory: Path) -> None:
     pooler = Pooler(make_core(directory).runner.decoder)
     rows = torch.ones(3, 64)
     assert pooler.add(0, PoolingRule("mean"), rows, 0, 6) is None
@@ -191,7 +199,7 @@ def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "sampling", "param"),
     [
-        (PoolingRule("best"), {}, "pooling"),  # type: ignore[arg-type]
+        (PoolingRule("best"), {}, "pooling"),
         (PoolingRule(dimensions=0), {}, "dimensions"),
         (PoolingRule(), {"max_tokens": 1}, "pooling"),
         (PoolingRule(), {"n": 2}, "pooling"),
@@ -203,9 +211,7 @@ def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
         (PoolingRule("last", answers=(5,)), {}, "pooling"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused(
-    directory: Path, rule: PoolingRule, sampling: dict[str, Any], param: str
-) -> None:
+def test_invalid_pooling_is_refused(directory: Path, rule: PoolingRule, sampling: dict[str, Any], param: str) -> None:
     core = make_core(directory)
     params = SamplingParams(**{"max_tokens": 0, **sampling})
     with pytest.raises(RequestError) as caught:
@@ -213,18 +219,19 @@ def test_what_cannot_be_pooled_is_refused(
     assert caught.value.param == param
 
 
-def test_beside_a_draft_model_vectors_are_the_same(directory: Path) -> None:
+def test_pooled_rows_next_to_a_draft_model_equal_transformers(directory: Path) -> None:
     core = make_core(directory, speculative_model=str(directory), speculative_adaptive=False, max_num_batched_tokens=24)
     requests = [pooled(f"{kind}", PROMPTS[4], kind) for kind in ("last", "mean")]
     done = run(core, [greedy("g", PROMPTS[3], 20), *requests])
     alone = run(make_core(directory), [greedy("g", PROMPTS[3], 20)])
     assert done["g", 0].token_ids == alone["g", 0].token_ids
     for request in requests:
-        wanted = expected(states(core, directory, request), request.request_id)
+        wanted = expected(core, directory, request, request.request_id)
         found = tensor(done[request.request_id, 0].outputs[0].pooled)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        assert_rows(found, wanted)
 
 
+MEAN = {"pooling_mode_mean_tokens": True}
 CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "glm", "smollm3"]
 
 
@@ -239,11 +246,10 @@ def make_classifier(family: str, directory: Path, **config: Any) -> Path:
     return directory / "classifier"
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
-def test_classes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", slow_but(CLASSIFIERS, "llama", "gemma3"))
+def test_class_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     directory = make_classifier(family, tmp_path, num_labels=3)
     core = make_core(directory, max_num_batched_tokens=24)
-    assert core.info.classifier is not None
     assert core.info.classifier.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert core.info.classifier.activation == "softmax"
     found = results(core, [pooled(f"p{n}", prompt, "classify") for n, prompt in enumerate(PROMPTS)])
@@ -253,10 +259,10 @@ def test_classes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     for n, prompt in enumerate(PROMPTS):
         with torch.no_grad():
             wanted = model(torch.tensor([prompt])).logits
-        torch.testing.assert_close(found[f"p{n}"], wanted, atol=2e-5, rtol=2e-5)
+        assert_rows(found[f"p{n}"], wanted, 2e-5)
 
 
-def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Path) -> None:
+def test_a_classifier_embeds_and_refuses_to_generate(tmp_path: Path) -> None:
     directory = make_classifier("llama", tmp_path, num_labels=1)
     core = make_core(directory)
     assert core.info.architecture == "LlamaForSequenceClassification"
@@ -286,7 +292,7 @@ def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Pa
         ({"problem_type": "guessing"}, None, "problem_type"),
     ],
 )
-def test_labels_and_activation_come_from_config_json(
+def test_labels_and_activation_are_read_from_config_json(
     changed: dict[str, Any], labels: tuple[str, ...] | None, activation: str
 ) -> None:
     config = {"id2label": {"1": "b", "0": "a"}, **changed}
@@ -303,19 +309,13 @@ def test_labels_and_activation_come_from_config_json(
     [
         (None, None, "last", True, None),
         (["Transformer", "Pooling", "Normalize"], {"pooling_mode_lasttoken": True}, "last", True, None),
-        (
-            ["Transformer", "Pooling"],
-            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
-            "mean",
-            False,
-            None,
-        ),
+        (["Transformer", "Pooling"], {**MEAN, "pooling_mode_cls_token": False}, "mean", False, None),
         (["Transformer", "Pooling"], {"pooling_mode": "cls"}, "first", False, None),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "last", False, "max_tokens"),
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, "mean", False, "Dense"),
+        (["Transformer", "Pooling", "Dense"], MEAN, "mean", False, "Dense"),
     ],
 )
-def test_files_of_sentence_transformers_say_how_states_are_pooled(
+def test_pooling_is_read_from_sentence_transformers_files(
     tmp_path: Path, modules: list[str] | None, pooling: Any, kind: str, normalize: bool, refused: str | None
 ) -> None:
     if modules is not None:

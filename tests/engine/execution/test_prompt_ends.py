@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
+from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import make_model
 
 import windlass
@@ -39,7 +40,7 @@ def prompt(length: int) -> list[int]:
 
 
 def logits(core: EngineCore, tokens: list[int]) -> tuple[torch.Tensor, int]:
-    """The log-probabilities of four tokens after a prompt, and the number of cached tokens."""
+    """Logits of four tokens after a prompt, and the number of cached tokens."""
     found = run(core, [greedy("a", tokens, 4)])["a", 0]
     return torch.stack(found.logits), found.outputs[0].cached_tokens
 
@@ -47,7 +48,7 @@ def logits(core: EngineCore, tokens: list[int]) -> tuple[torch.Tensor, int]:
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-@pytest.mark.parametrize("model", ["demo", "gemma3", "qwen3"])
+@pytest.mark.parametrize("model", slow_but(["demo", "gemma3", "qwen3"], "gemma3"))
 @pytest.mark.parametrize("pages", ["auto", "int8"])
 def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_path: Path) -> None:
     core = core_of(DEMO if model == "demo" else make_model(model, tmp_path / "model"), kv_cache_dtype=pages)
@@ -62,8 +63,8 @@ def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_pat
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-@pytest.mark.parametrize("budget", [40, 61, 100])
-def test_a_prompt_cut_into_chunks_beside_streams_gives_the_same_bits(budget: int) -> None:
+@pytest.mark.parametrize("budget", slow_after(1, [61, 40, 100]))
+def test_a_chunked_prompt_next_to_streams_gives_the_same_bits(budget: int) -> None:
     tokens = prompt(150)
     right, _ = logits(core_of(DEMO), tokens)
     core = core_of(DEMO, max_num_batched_tokens=budget)
@@ -74,7 +75,7 @@ def test_a_prompt_cut_into_chunks_beside_streams_gives_the_same_bits(budget: int
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-def test_checked_proposals_give_the_same_bits() -> None:
+def test_verified_proposals_give_the_same_bits() -> None:
     tokens = prompt(40) * 3
     sent = [greedy("a", tokens, 60, logprobs=3)]
     right = run(core_of(DEMO), sent)["a", 0]
@@ -82,10 +83,10 @@ def test_checked_proposals_give_the_same_bits() -> None:
     got = run(core, sent, every_logit=False)["a", 0]
     assert core.scheduler.counters.spec_decode_num_accepted_tokens > 0
     assert got.token_ids == right.token_ids
-    assert _said(got) == _said(right)
+    assert logprobs_of(got) == logprobs_of(right)
 
 
-def _said(found: Finished) -> list[object]:
+def logprobs_of(found: Finished) -> list[object]:
     return [each for output in found.outputs for each in output.logprobs or ()]
 
 
@@ -98,21 +99,21 @@ CUTS = ChunkBoundaries(min_tokens=16, block_size=BLOCK)
         (0, 100, 40, 40),
         (5, 95, 20, 20),
         (0, 100, 100, 100),
-        (0, 100, 99, 96),  # the end in one part
-        (0, 100, 90, 80),  # and no short part before it
+        (0, 100, 99, 96),  # the end is one part
+        (0, 100, 90, 80),  # without a short part before it
         (0, 40, 31, 16),
-        (5, 31, 26, 0),  # no two parts that are long enough
+        (5, 31, 26, 0),  # two parts would be too short
         (0, 100, 15, 0),
         (0, 10, 10, 10),
         (96, 4, 3, 0),
     ],
 )
-def test_chunks_are_not_short(start: int, due: int, tokens: int, taken: int) -> None:
+def test_chunks_have_a_minimum_length(start: int, due: int, tokens: int, taken: int) -> None:
     assert CUTS.max_chunk(start, due, tokens) == taken
     assert NO_BOUNDARIES.max_chunk(start, due, tokens) == min(due, tokens)
 
 
-def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -> None:
+def test_the_prefill_budget_is_used_up_to_two_short_chunks() -> None:
     rng = random.Random(1)
     for _ in range(3000):
         count, budget = rng.randrange(1, 9), rng.randrange(1, 200)
@@ -128,8 +129,8 @@ def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -
             assert left < 2 * CUTS.min_tokens
 
 
-def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None:
-    """Whatever the limits and the other requests, as long as two chunks fit into a step."""
+def test_any_chunks_of_a_prompt_have_the_same_segments() -> None:
+    """For any limits and other requests, as long as two chunks fit into a step."""
     rng = random.Random(2)
     for _ in range(500):
         lengths = [rng.randrange(2, 300) for _ in range(rng.randrange(1, 6))]

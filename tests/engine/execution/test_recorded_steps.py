@@ -1,7 +1,8 @@
-"""Replayed steps give the same bits as steps that are not, and steps that cannot be replayed are not."""
+"""Recorded steps give the same bits as steps that are not recorded."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.marks import slow_after
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -20,13 +22,13 @@ from windlass.kernels import cpu
 
 pytestmark = [
     ON_A_CPU,
-    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats"),
+    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels no step is recorded"),
 ]
 
 LINEAR = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
 
 
-def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
+def results_of(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
     """Streams of several lengths that start and end, so that shapes change and recur."""
     if not repeat:
         core.runner.replay.max_rows = 0
@@ -41,9 +43,9 @@ def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
 
 def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
     """Compare all tokens and logits with and without replay; return the core that replays."""
-    plain = work(make_core(directory, max_model_len=256, **options), repeat=False)
+    plain = results_of(make_core(directory, max_model_len=256, **options), repeat=False)
     core = make_core(directory, max_model_len=256, **options)
-    repeated = work(core, repeat=True)
+    repeated = results_of(core, repeat=True)
     assert repeated.keys() == plain.keys()
     for key, entry in plain.items():
         assert repeated[key].token_ids == entry.token_ids
@@ -51,37 +53,44 @@ def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"])
-def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
-    core = assert_same_bits(make_model(family, tmp_path), deterministic=deterministic)
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
+NARROW: list[dict[str, Any]] = [
+    {"quantization": "int8"},
+    {"quantization": "int4", "kv_cache_dtype": "int8"},
+    {"dtype": "bfloat16"},
+]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *itertools.product(
+        ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"], [{"deterministic": False}, {"deterministic": True}]
+    ),
+    *itertools.product(["qwen2", "qwen3", "gemma3", "gemma4_e2b"], NARROW),
+    # LayerNorm, clipped queries and keys, exact GELU, squared ReLU, xIELU; norms after the rotation with and without weights,
+    # attention chunks and temperatures; experts in parallel with a feed-forward, layer scales.
+    *(
+        (family, {})
+        for family in ("gpt_neox", "apertus", "olmo", "nemotron", "nanochat", "llama4", "hunyuan", "gemma4_26b")
+    ),
+]
+# Every operation once; other rows repeat operations in another order.
+QUICK = {"llama", "gemma3", "gpt_neox", "apertus", "nemotron", "llama4", "gemma4_26b"}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4_e2b"])
 @pytest.mark.parametrize(
-    "options",
-    [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}],
-    ids=str,
+    ("family", "options"),
+    [
+        pytest.param(
+            *case, marks=[] if case[0] in QUICK and case[1] not in NARROW[1:2] else pytest.mark.slow, id=f"{case}"
+        )
+        for case in CASES
+    ],
 )
-def test_narrow_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_recorded_steps_give_the_same_bits(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     core = assert_same_bits(make_model(family, tmp_path), **options)
     assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt_neox", "apertus", "olmo", "nemotron", "nanochat", "llama4", "hunyuan", "gemma4_26b"]
-)
-def test_further_operations_are_repeated(family: str, tmp_path: Path) -> None:
-    """LayerNorm, clipped queries and keys, exact GELU, squared ReLU, xIELU; norms after the rotation with and without weights,
-    attention chunks and temperatures; experts in parallel with a feed-forward, layer scales."""
-    core = assert_same_bits(make_model(family, tmp_path))
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
-
-
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("rows", [1, 2, 8, 33])
-def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", slow_after(1, [8, 1, 2, 33]))
+def test_steps_of_any_batch_size_are_recorded(rows: int, quantization: str, tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     requests = [greedy(f"r{i}", range(3 + i, 9 + i), 24) for i in range(rows)]
     found = {}
@@ -95,10 +104,10 @@ def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path
         assert torch.equal(torch.stack(found[True][key].logits), torch.stack(entry.logits)), key
 
 
-def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before: recordings of several shapes share the arena, which may be overwritten between steps."""
+def test_results_are_valid_until_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings of several shapes share the arena, which may be overwritten between steps."""
     make_model("llama", tmp_path)
-    plain = work(make_core(tmp_path, max_model_len=256), repeat=False)
+    plain = results_of(make_core(tmp_path, max_model_len=256), repeat=False)
     monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 1 << 20)
     arenas: list[cpu.Arena] = []
 
@@ -114,36 +123,36 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
     replay, execute = core.runner.replay.run, core.runner.execute
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run_and_keep(batch: ForwardBatch, *, maxima: bool) -> StepOutputs | None:
+    def run_and_record(batch: ForwardBatch, *, maxima: bool) -> StepOutputs | None:
         memory.fill_(0xFF)  # NaN
         found = replay(batch, maxima=maxima)
         if found is not None:
             results.extend((x, x.clone()) for x in (found.hidden, found.logits, *(found.maxima or ())))
         return found
 
-    def execute_and_look(output: SchedulerOutput) -> list[StepResult]:
+    def execute_and_check(output: SchedulerOutput) -> list[StepResult]:
         results.clear()
         found = execute(output)
         assert all(torch.equal(x, copy) for x, copy in results)
         return found
 
-    core.runner.replay.run = run_and_keep  # type: ignore[method-assign]
-    core.runner.execute = execute_and_look  # type: ignore[method-assign]
-    repeated = work(core, repeat=True)
+    core.runner.replay.run = run_and_record
+    core.runner.execute = execute_and_check
+    repeated = results_of(core, repeat=True)
     assert core.runner.replay.num_replayed > 60
     assert all(torch.equal(torch.stack(repeated[k].logits), torch.stack(plain[k].logits)) for k in plain)
 
 
-def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arena_size_limits_recorded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
-    # For each row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
+    # For each row: the normalized state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
     monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 5000)
     core = assert_same_bits(tmp_path)
     assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)
     assert core.runner.replay.num_replayed > 30
 
 
-def test_no_memory_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_recorded_without_an_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 0)
     core = assert_same_bits(make_model("llama", tmp_path))
     assert core.runner.replay.max_rows == 0 and core.runner.replay.num_replayed == 0

@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.marks import slow_but
 from helpers.tiny_models import FAMILIES, make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -17,6 +18,8 @@ from windlass.engine.core.engine_process import default_core
 from windlass.engine.execution import dummy_runs
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
+# One family per set of operations.
+QUICK_FAMILIES = ("llama", "gemma3", "hunyuan")
 OPTIONS = [
     {},
     {"quantization": "int8"},
@@ -27,7 +30,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options):
+def test_a_warm_up_changes_no_result_or_count(options):
     found = []
     for warm in (False, True):
         core = make_core(DEMO, **options)
@@ -48,7 +51,7 @@ def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options
 
 
 @ON_A_CPU
-def test_the_first_stream_repeats_recorded_steps_at_once():
+def test_the_first_stream_uses_recorded_steps():
     core = make_core(DEMO)
     core.warm_up(max_seconds=math.inf)
     if core.runner.replay.obstacle is not None:
@@ -58,14 +61,14 @@ def test_the_first_stream_repeats_recorded_steps_at_once():
     assert core.runner.replay.num_replayed - before == 5
 
 
-def test_an_engine_that_serves_was_warmed_up(monkeypatch):
+def test_the_engine_process_warms_up_its_core(monkeypatch):
     cores = []
     monkeypatch.setattr(EngineCore, "warm_up", lambda self: cores.append(self))
     core = default_core(engine_config(DEMO, device="cpu", kv_cache_memory=8 << 20), lambda *_: None)
     assert cores == [core]
 
 
-def test_a_slow_model_is_not_waited_for(monkeypatch):
+def test_the_warm_up_time_is_bounded(monkeypatch):
     core = make_core(DEMO)
     steps = []
     core.runner.execute = steps.append
@@ -74,8 +77,8 @@ def test_a_slow_model_is_not_waited_for(monkeypatch):
     assert len(steps) == 1 and core.runner.tables.num_live == 0
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_warmed_up(family, tmp_path):
+@pytest.mark.parametrize("family", slow_but(sorted(FAMILIES), *QUICK_FAMILIES))
+def test_a_warm_up_changes_no_result_of_any_family(family, tmp_path):
     directory = make_model(family, tmp_path)
     found = []
     for warm in (False, True):

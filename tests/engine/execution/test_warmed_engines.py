@@ -1,7 +1,7 @@
-"""Engines warmed up like a server's, with captured steps, steps planned ahead and blocks in main memory.
+"""Warmed-up engines with captured steps, steps planned ahead and blocks in main memory.
 
-The oracle is the same engine without these. On a GPU the tests compute there; elsewhere a simulated device on the CPU shows only
-that the tests exercise what they are meant to.
+The oracle is the same engine without these. On a GPU the tests compute there. Elsewhere they run on a simulated device, which
+shows only that they exercise what they are meant to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers.played_engines import a_device, texts
+from engine_helpers.played_engines import BURSTS, a_device, answers, num_replayed, record_plans, texts
 from helpers.adapters import save_adapter
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core, run
@@ -36,7 +36,8 @@ __all__ = ["a_device"]
 pytestmark = [pytest.mark.slow] if DEVICE == "cpu" else []
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "shift_context": 48, "max_num_seqs": 4}
 NEAR = 1e-4  # of logits and log-probabilities: the order of sums depends on the other rows
-BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+DirectoryOf = Callable[..., Path]
+Adapters = tuple[AdapterSource, AdapterSource]
 SHIFT = ContextRule("shift", keep_tokens=16)
 SINKS = ContextRule("shift", attention_window=21, attention_sinks=5)
 
@@ -48,7 +49,7 @@ def time_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> DirectoryOf:
     made: dict[str, Path] = {}
 
     def get(family: str, **fields: Any) -> Path:
@@ -71,14 +72,13 @@ def warmed(directory: Path, **options: Any) -> EngineCore:
     return core
 
 
-def answers(directory: Path, sent: list[EngineRequest], **options: Any) -> Results:
-    """The results of an engine without graphs and async scheduling."""
-    return run(make_core(directory, cuda_graphs=False, **{**OPTIONS, **options}), sent, every_logit=False)
-
-
-def replayed(core: EngineCore) -> int:
-    assert core.runner.graphs is not None
-    return core.runner.graphs.num_replayed
+def compare(core: EngineCore, directory: Path, sent: list[EngineRequest], replays: int = 0, **options: Any) -> Results:
+    """Results equal those without graphs, and at least this many steps were replayed."""
+    before = num_replayed(core)
+    found = run_checked(core, sent, every_logit=False)
+    same(found, answers(directory, sent, **{**OPTIONS, **options}), NEAR)
+    assert num_replayed(core) - before >= replays
+    return found
 
 
 def streams(**fields: Any) -> list[EngineRequest]:
@@ -102,33 +102,25 @@ def contexts(**fields: Any) -> list[EngineRequest]:
 
 
 @BURSTS
-def test_captured_steps(burst_seconds: float, directory_of: Callable[..., Path]) -> None:
+def test_captured_steps(burst_seconds: float, directory_of: DirectoryOf) -> None:
     """Sampling on the device in several passes, and steps whose logits are used."""
     directory = directory_of("llama")
     core = warmed(directory, burst_seconds=burst_seconds)
-    assert texts(run_checked(core, streams(), every_logit=False)) == texts(answers(directory, streams()))
-    assert replayed(core) >= 49
-    before = replayed(core)
-    same(run_checked(core, streams(logprobs=2), every_logit=False), answers(directory, streams(logprobs=2)), NEAR)
-    assert replayed(core) - before >= 49
+    assert texts(run_checked(core, streams(), every_logit=False)) == texts(answers(directory, streams(), **OPTIONS))
+    assert num_replayed(core) >= 49
+    compare(core, directory, streams(logprobs=2), 49)
 
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [
-        ("llama", {}),
-        ("gemma3", {"sliding_window": 32}),
-        ("gemma3", {"sliding_window": 24}),
-    ],
+    [("llama", {}), ("gemma3", {"sliding_window": 32}), ("gemma3", {"sliding_window": 24})],
     ids=["no windows", "all sinks within those of layers", "some sinks"],
 )
-def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directory_of: Callable[..., Path]) -> None:
+def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directory_of: DirectoryOf) -> None:
     directory = directory_of(family, **fields)
     core = warmed(directory)
     for sent in (contexts(), contexts(logprobs=2)):
-        before = replayed(core)
-        same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
-        assert replayed(core) - before >= 34
+        compare(core, directory, sent, 34)
     graphs = core.runner.graphs
     assert graphs is not None and graphs.lazy_graphs.obstacle is None
     assert 4 in {key.rows for key in graphs.lazy_graphs.captured}
@@ -136,27 +128,22 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h", "falcon_h1"])
-def test_captured_steps_of_layers_that_carry_states(family: str, directory_of: Callable[..., Path]) -> None:
+def test_captured_steps_of_recurrent_models(family: str, directory_of: DirectoryOf) -> None:
     """Later requests also continue the outputs, from states stored while steps were planned ahead."""
     directory = directory_of(family)
     core = warmed(directory)
     for sent in (streams(), contexts(logprobs=2)):
-        before = replayed(core)
-        same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
-        assert replayed(core) - before >= 34
+        compare(core, directory, sent, 34)
     first = [greedy(f"{i}", prompt(40 + i, 20 + i), 40, logprobs=1) for i in range(3)]
-    found = run_checked(core, first, every_logit=False)
-    same(found, answers(directory, first), NEAR)
+    found = compare(core, directory, first)
     then = [
         greedy(f"{i}+", [*one.prompt_token_ids, *found[f"{i}", 0].token_ids, 5, 6], 9, logprobs=1)
         for i, one in enumerate(first)
     ]
-    got = run_checked(core, then, every_logit=False)
-    same(got, answers(directory, then), NEAR)
-    assert all(one.outputs[-1].cached_tokens == 48 for one in got.values())
+    assert all(one.outputs[-1].cached_tokens == 48 for one in compare(core, directory, then).values())
 
 
-def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> None:
+def test_captured_steps_with_many_ranges(directory_of: DirectoryOf) -> None:
     """Passages with gaps, next to a context that shifts and a plain one."""
     directory, documents = directory_of("llama"), [prompt(seed, 40) for seed in (11, 12, 13)]
     reuse = NonPrefixReuseParams(32, scope="me")
@@ -182,9 +169,7 @@ def with_adapters(sent: list[EngineRequest]) -> list[EngineRequest]:
 
 
 @pytest.fixture(scope="module")
-def adapters(
-    directory_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[AdapterSource, AdapterSource]:
+def adapters(directory_of: DirectoryOf, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     root, directory = tmp_path_factory.mktemp("adapters"), directory_of("llama")
     first, second = (save_adapter(root / f"{rank}", directory, rank=rank, seed=rank) for rank in (4, 16))
     return AdapterSource(1, "first", str(first)), AdapterSource(2, "second", str(second))
@@ -193,26 +178,19 @@ def adapters(
 @pytest.mark.parametrize("speculative_ngram", [0, 3])
 @pytest.mark.parametrize("asked", [streams, contexts])
 def test_captured_steps_with_adapters(
-    asked: Callable[..., list[EngineRequest]],
-    speculative_ngram: int,
-    adapters: tuple[AdapterSource, AdapterSource],
-    directory_of: Callable[..., Path],
+    asked: Callable[..., list[EngineRequest]], speculative_ngram: int, adapters: Adapters, directory_of: DirectoryOf
 ) -> None:
     """Next to rows without adapters, with ranges, and of proposed tokens; the adapters are loaded at start."""
     directory, options = directory_of("llama"), {"speculative_ngram": speculative_ngram, "lora": adapters}
     core = warmed(directory, **options)
     for sent in (with_adapters(asked()), with_adapters(asked(logprobs=2))):
-        before = replayed(core)
-        same(run_checked(core, sent, every_logit=False), answers(directory, sent, lora=adapters), NEAR)
-        assert replayed(core) - before >= 15
+        compare(core, directory, sent, 15, lora=adapters)
     graphs = core.runner.graphs
     assert graphs is not None and graphs.lazy_graphs.obstacle is None
     assert {kind.rows for kind in graphs.lazy_graphs.captured if kind.adapted and not kind.ranges} == set(graphs.sizes)
 
 
-def test_adapters_that_come_and_go_between_captured_steps(
-    adapters: tuple[AdapterSource, AdapterSource], directory_of: Callable[..., Path]
-) -> None:
+def test_adapters_replaced_between_captured_steps(adapters: Adapters, directory_of: DirectoryOf) -> None:
     """Adapters replace each other in one slot repeatedly, next to a stream without."""
     directory = directory_of("llama")
     core, plain = warmed(directory, max_loras=1), make_core(directory, cuda_graphs=False, max_loras=1, **OPTIONS)
@@ -226,12 +204,12 @@ def test_adapters_that_come_and_go_between_captured_steps(
         same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
         for one in (core, plain):
             one.drop_adapter(source.adapter_id)
-    assert replayed(core) >= 100 and core.runner.graphs is not None
+    assert num_replayed(core) >= 100 and core.runner.graphs is not None
     assert GraphKey(2, adapted=True) in core.runner.graphs.lazy_graphs.captured
 
 
 @pytest.mark.parametrize("kind", ["draft model", "ngrams"])
-def test_captured_steps_of_speculation(kind: str, directory_of: Callable[..., Path]) -> None:
+def test_captured_steps_of_speculation(kind: str, directory_of: DirectoryOf) -> None:
     """Proposals and verification, also in a context that shifts, whose rows have ranges."""
     directory = directory_of("llama")
     options: dict[str, Any] = {"speculative_ngram": 3, "speculative_ngram_min": 1}
@@ -243,19 +221,19 @@ def test_captured_steps_of_speculation(kind: str, directory_of: Callable[..., Pa
         greedy("drawn", prompt(4, 20), 25, temperature=0.8, seed=5),
     ]
     core = warmed(directory, speculative_adaptive=False, **options)
-    assert texts(run_checked(core, sent, every_logit=False)) == texts(answers(directory, sent))
+    assert texts(run_checked(core, sent, every_logit=False)) == texts(answers(directory, sent, **OPTIONS))
     stats, proposer = core.stats(), core.runner.proposer
     assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
-    assert replayed(core) > 10
+    assert num_replayed(core) > 10
     assert proposer is None or (proposer.graphs is not None and proposer.graphs.num_replayed > 10)
 
 
 @BURSTS
 @pytest.mark.parametrize("sent", [streams, contexts])
-def test_a_step_planned_ahead_that_finds_no_memory(
+def test_a_step_planned_ahead_without_memory_is_computed_again(
     sent: Callable[[], list[EngineRequest]],
     burst_seconds: float,
-    directory_of: Callable[..., Path],
+    directory_of: DirectoryOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request fails, wherever in the step the memory ends."""
@@ -263,13 +241,13 @@ def test_a_step_planned_ahead_that_finds_no_memory(
     monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     core = warmed(directory, burst_seconds=burst_seconds)
     failed = fail_ahead(core, monkeypatch, every=2)
-    assert texts(run_checked(core, sent(), every_logit=False)) == texts(answers(directory, sent()))
+    assert texts(run_checked(core, sent(), every_logit=False)) == texts(answers(directory, sent(), **OPTIONS))
     assert len(set(failed)) > 1
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["bit by bit", "beside captured steps"])
-def test_blocks_that_come_back_together(
-    deterministic: bool, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "captured steps"])
+def test_blocks_restored_together_give_equal_results(
+    deterministic: bool, directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From main memory, next to a stream, into a cache without them; no time limit, as the device may be shared."""
     monkeypatch.setattr(kv_restore, "_GRACE_SECONDS", 60.0)
@@ -278,13 +256,7 @@ def test_blocks_that_come_back_together(
     plenty = make_core(directory, cuda_graphs=False, deterministic=deterministic, **OPTIONS)
     size = plenty.info.kv_bytes_per_token * plenty.info.block_size
     core = warmed(directory, deterministic=deterministic, kv_cache_memory=40 * size, kv_host_memory=200 * size)
-    loaded, start = list[int](), core.runner.start
-
-    def watched(plan: Any) -> Any:
-        loaded.append(len(plan.loaded))
-        return start(plan)
-
-    core.runner.start = watched  # type: ignore[method-assign]
+    plans = record_plans(core)
     text = prompt(7, 150)  # nine full blocks
     rounds = [[greedy("a", text, 8)]]
     rounds += [[greedy(f"{i}", prompt(30 + i, 150), 1)] for i in range(8)]
@@ -297,8 +269,9 @@ def test_blocks_that_come_back_together(
             assert texts(got) == texts(want)
         assert got["again", 0].outputs[-1].cached_tokens == 144
         assert got["again", 0].token_ids == want["again", 0].token_ids
-        said = core.stats().persist
-        assert said.host_read_blocks == sum(loaded) == 9 and max(loaded) > 4 and said.host_lost_blocks == 0
-        assert deterministic or replayed(core) > 50
+        stats = core.stats().persist
+        loaded = [len(plan.loaded) for plan in plans]
+        assert stats.host_read_blocks == sum(loaded) == 9 and max(loaded) > 4 and stats.host_lost_blocks == 0
+        assert deterministic or num_replayed(core) > 50
     finally:
         core.close()

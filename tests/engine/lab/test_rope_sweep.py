@@ -200,7 +200,8 @@ def curve(name: str, kind: str, level: float, inside: float, policy: str | None 
     nll = np.full((2, rows), math.log(level))
     nll[:, :16] = math.log(inside)
     scaling = {"rope_type": "default"} if kind == "none" else {"rope_type": kind, "factor": 2.0}
-    return Curve(name, name, kind, scaling, policy, rows if policy == "frozen" else None, True, nll=nll)  # type: ignore[arg-type]
+    longest = rows if policy == "frozen" else None
+    return Curve(name, kind, scaling, policy, label=name, longest=longest, plotted=True, nll=nll)  # type: ignore[arg-type]
 
 
 def result(*curves: Curve) -> ScalingSweep:

@@ -157,14 +157,12 @@ def test_int8_cache_changes_the_perplexity(tmp_path: Path, sweep: Callable[..., 
 
 
 def test_progress_bar_counts_tokens_and_estimates_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = SweepProgress(terminal=True)
-    progress.expect(100)
-    progress.expect(300)
-    progress.begin("yarn 4: [a].txt")
-    progress.computed(100)
-    progress.finished("yarn 4: [a].txt: perplexity 3.00")
-    progress.stop()
-    progress.stop()
+    with SweepProgress(terminal=True) as progress:
+        progress.expect(100)
+        progress.expect(300)
+        progress.begin("yarn 4: [a].txt")
+        progress.computed(100)
+        progress.finished("yarn 4: [a].txt: perplexity 3.00")
     shown = " ".join(capsys.readouterr().err.split())
     assert "yarn 4: [a].txt: perplexity 3.00; 1 of 2 passes, about 0 s to go" in shown
     assert [duration(s) for s in (45, 600, 9000)] == ["45 s", "10 min", "2.5 h"]

@@ -1,4 +1,4 @@
-"""`auto` scaling of whole models: logits equal transformers' under the scaling for the length, whatever else is in the batch."""
+"""`auto` scaling: logits equal transformers with the scaling for the length, in any batch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def auto(name: str, length: int, **fields: Any) -> EngineRequest:
-    """A request with a total of `length` tokens."""
+    """Return a request with a total of `length` tokens."""
     return greedy(name, TEXT[: length - TOKENS], TOKENS, rope_scaling=AUTO, **fields)
 
 
 def transformers_logits(model: Path, folder: Path, length: int, got: Finished) -> torch.Tensor:
-    """Logits of the whole text in one pass, with `rope_parameters` in config.json set for this length."""
+    """Return logits of the text in one pass, with `rope_parameters` in config.json for this length."""
     factor = next(f for f in (1.0, 2.0, 4.0) if length <= f * M)
     scaling = RopeScaling() if factor == 1.0 else YARN[factor]
     folder.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ LENGTHS = {100: 1.0, M: 1.0, M + 1: 2.0, 2 * M: 2.0, 2 * M + 1: 4.0, 512: 4.0}
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"max_num_batched_tokens": 7}, {"speculative_ngram": 4}]
 )
-def test_a_batch_of_lengths_has_transformers_logits(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_batch_of_lengths_equals_transformers(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     core = core_of(model, **options)
     results = run(core, [auto(f"r{length}", length, cache_salt=str(length)) for length in LENGTHS])
     for length, factor in LENGTHS.items():
@@ -78,7 +78,7 @@ def test_a_batch_of_lengths_has_transformers_logits(model: Path, tmp_path: Path,
         assert float((torch.stack(got.logits) - right).abs().max() / right.abs().max()) < 1e-5
 
 
-def test_within_the_trained_length_it_is_no_scaling_to_the_bit_and_shares_its_cache(model: Path) -> None:
+def test_trained_length_has_the_bits_and_the_cache_of_no_scaling(model: Path) -> None:
     plain = run(core_of(model), [greedy("a", TEXT[:100], TOKENS)])["a", 0]
     core = core_of(model, rope_scaling=AUTO)
     got = run(core, [greedy("a", TEXT[:100], TOKENS)])["a", 0]
@@ -89,8 +89,8 @@ def test_within_the_trained_length_it_is_no_scaling_to_the_bit_and_shares_its_ca
     assert run(core, [default])["b", 0].outputs[-1].cached_tokens == 96
 
 
-def test_crossing_a_step_computes_anew_and_finds_what_that_step_has(model: Path) -> None:
-    """A chat that grows past a threshold reuses nothing cached below it, and everything cached above it."""
+def test_crossing_a_threshold_uses_the_cache_of_the_next_scaling(model: Path) -> None:
+    """A chat that grows beyond a threshold reuses no blocks cached below it, and all blocks cached above it."""
     core = core_of(model)
     for name, length, cached in (
         ("below", 110, 0),
@@ -101,17 +101,17 @@ def test_crossing_a_step_computes_anew_and_finds_what_that_step_has(model: Path)
     ):
         first = run(core, [auto(name, length)])[name, 0].outputs[0]
         assert first.cached_tokens == cached, name
-    # A request that says the step's scaling out loud shares its tree: nothing but the frequencies counts.
+    # A request with the same explicit scaling shares the cached blocks: only frequencies matter.
     spelt = greedy("spelt", TEXT[:170], TOKENS, rope_scaling=YARN[2.0])
     assert run(core, [spelt])["spelt", 0].outputs[0].cached_tokens == 144
-    # Under the next step almost all is cached now, but the least is what a request gets.
+    # Under the next scaling almost everything is cached, but a request gets the smallest sufficient one.
     run(core, [auto("higher", 300)])
     least = run(core, [auto("least", 250)])["least", 0].outputs[-1]
     assert least.rotary is not None and least.rotary.parameters["factor"] == 2.0
 
 
 @pytest.mark.parametrize("policy", ["recompute", "rotate"])
-def test_who_asks_for_it_has_the_choice_follow_the_context(model: Path, policy: Any) -> None:
+def test_choice_follows_the_context_on_request(model: Path, policy: Any) -> None:
     core = core_of(model)
     prompt = TEXT[:100]
     sent = greedy("a", prompt, 180, rope_scaling=AUTO, rope_update=policy)
@@ -130,7 +130,7 @@ def test_who_asks_for_it_has_the_choice_follow_the_context(model: Path, policy: 
 
 
 def preempt_once(core: EngineCore) -> None:
-    """Take everything from a sequence that has drawn some tokens."""
+    """Preempt a sequence that has sampled some tokens."""
     step = core.step
 
     def step_and_preempt() -> list[RequestOutput]:
@@ -142,7 +142,7 @@ def preempt_once(core: EngineCore) -> None:
     core.step = step_and_preempt  # type: ignore[method-assign]
 
 
-def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
+def test_other_features_do_not_change_the_choice(model: Path) -> None:
     """Samples, an int8 cache, windows, passages and preemption equal those under the scaling for the length."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "samples": ({}, {"n": 3}),
@@ -170,7 +170,7 @@ def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
             assert chosen[key].outputs[-1].cached_tokens == right.outputs[-1].cached_tokens
 
 
-def test_adapters_of_a_batch_are_scaled_each_by_its_own_length(model: Path, tmp_path: Path) -> None:
+def test_requests_with_adapters_are_scaled_by_their_length(model: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", model)
     core = core_of(model, lora=(AdapterSource(1, "a", str(adapter)),))
     results = run(core, [auto(f"{i} {length}", length, adapter=i) for i in (None, 1) for length in (120, 200, 400)])
@@ -182,7 +182,7 @@ def test_adapters_of_a_batch_are_scaled_each_by_its_own_length(model: Path, tmp_
         assert float((torch.stack(got.logits) - right).abs().max() / right.abs().max()) < 1e-5, name
 
 
-def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
+def test_unlimited_context_uses_the_scaling_of_its_window(model: Path) -> None:
     """With a window, the largest visible distance decides, so that the choice never changes."""
     core = core_of(model, max_model_len=512, shift_context=192)
     shift = ContextRule(overflow="shift", keep_tokens=16)
@@ -191,13 +191,13 @@ def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
     window = ContextRule(attention_window=64, attention_sinks=16)
     got = run(core, [greedy("b", TEXT[:300], 60, rope_scaling=AUTO, context=window)])["b", 0].outputs[-1].rotary
     assert got is not None and got.rope_type == "default" and got.auto == {"length": 80, "up_to": 128}
-    # Tokens and not blocks: as many as it was trained for need no scaling.
+    # Tokens, not blocks: the trained length needs no scaling.
     window = ContextRule(attention_window=127, attention_sinks=1)
     got = run(core, [greedy("c", TEXT[:300], 60, rope_scaling=AUTO, context=window)])["c", 0].outputs[-1].rotary
     assert got is not None and got.rope_type == "default" and got.auto == {"length": 128, "up_to": 128}
 
 
-def test_an_operators_ladder_and_its_end(model: Path) -> None:
+def test_thresholds_of_the_server_and_their_end(model: Path) -> None:
     linear = RopeScaling.from_dict({"rope_type": "linear", "factor": 2.0})
     core = core_of(model, rope_ladder=(ScalingThreshold(100), ScalingThreshold(300, linear, "two")), rope_scaling=AUTO)
     result = run(core, [greedy("a", TEXT[:101], TOKENS)])["a", 0].outputs[-1].rotary

@@ -45,7 +45,7 @@ FAMILIES = [
     "granite4_h",
     "falcon_h1",
 ]
-# Of the models whose layers carry states, one is quick enough.
+# One of the recurrent models is quick enough.
 SLOW = ("lfm2", "granite4_h", "falcon_h1")
 CASES = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in FAMILIES]
 SHIFT = ContextRule("shift", keep_tokens=16)
@@ -121,7 +121,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_a_shifted_context_under_every_kind_of_scaling(name: str, models: dict[str, Path]) -> None:
+def test_shifted_context_under_every_scaling(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["short"])
     policy = "rotate" if name.endswith("rotate") else None
     scaling = RopeScaling.from_dict(SCALINGS[name])
@@ -130,7 +130,7 @@ def test_a_shifted_context_under_every_kind_of_scaling(name: str, models: dict[s
     plan = core.plan_rotation(request)
     assert plan.longest == WINDOW  # largest visible distance
     oracle = oracle_of(core, models["short"], request)
-    if name == "longrope":  # its one change is to the long factors, before anything is dropped: all is computed again
+    if name == "longrope":  # its only change, to the long factors, comes before any drop: everything is computed again
         oracle.enter(plan.stage(WINDOW).specs)
     right = shifted_logits(oracle, PROMPT + got.token_ids, 16, plan if policy == "rotate" else None)
     if name == "longrope":
@@ -141,7 +141,7 @@ def test_a_shifted_context_under_every_kind_of_scaling(name: str, models: dict[s
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_shifted_context_scores_as_if_the_rest_stood_in_a_row(family: str, models: dict[str, Path]) -> None:
+def test_shifted_context_equals_contiguous_positions(family: str, models: dict[str, Path]) -> None:
     core = core_of(models[family])
     request = greedy("a", PROMPT, LENGTH, context=SHIFT)
     got = run(core, [request])["a", 0]
@@ -155,7 +155,7 @@ def test_a_shifted_context_scores_as_if_the_rest_stood_in_a_row(family: str, mod
 
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("budget", [16, pytest.param(2048, marks=pytest.mark.slow)])
-def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: int, models: dict[str, Path]) -> None:
+def test_window_with_sinks_is_equal_for_every_token(family: str, budget: int, models: dict[str, Path]) -> None:
     core = core_of(models[family], max_num_batched_tokens=budget)
     request = greedy("a", PROMPT, LENGTH, context=STREAM)
     got = run(core, [request])["a", 0]
@@ -163,14 +163,14 @@ def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: in
     check(got, right)
 
 
-# Of windows of layers and of requests: the sinks are all within the layers' own window, some of them, none.
+# Windows of layers and of requests: all sinks, some of them, or none are within the layers' window.
 WIDER = {"all": (32, 21, 5), "some": (8, 6, 16), "all of one": (8, 4, 2), "just some": (24, 21, 5), "none": (21, 21, 5)}
 
 
 @pytest.mark.parametrize("name", WIDER)
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_layers_with_wider_windows_see_sinks_where_they_stand(family: str, name: str, tmp_path: Path) -> None:
-    """Nearer than they lie, however long the text: with and without a beginning from the cache, and after a preemption."""
+def test_layers_with_wider_windows_see_sinks_at_their_positions(family: str, name: str, tmp_path: Path) -> None:
+    """For texts of any length, with and without a cached prefix, and after a preemption."""
     own, window, sinks = WIDER[name]
     rule = ContextRule("shift", attention_window=window, attention_sinks=sinks)
     model = make_model(family, tmp_path / "model", sliding_window=own)
@@ -185,7 +185,7 @@ def test_layers_with_wider_windows_see_sinks_where_they_stand(family: str, name:
     assert core.scheduler.blocks.num_used_blocks == 0
 
 
-# -- the same whatever else happens --------------------------------------------------------------------------------------
+# -- batches, preemption, samples ------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -203,7 +203,7 @@ ON_THIS_DEVICE = [pytest.param(one, marks=ON_A_CPU) if one in FAMILY_OF else one
 
 
 def crowd(length: int = LENGTH) -> list[EngineRequest]:
-    """Requests with and without a context shift in one batch; all have the same beginning."""
+    """Requests with and without a context shift in one batch, with a common prefix."""
     rules = {
         "shift": SHIFT,
         "more": ContextRule("shift", keep_tokens=20),
@@ -216,7 +216,7 @@ def crowd(length: int = LENGTH) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("options", ON_THIS_DEVICE)
-def test_streams_that_shift_and_others_do_not_notice_each_other(options: str, models: dict[str, Path]) -> None:
+def test_batch_of_shifting_and_other_streams(options: str, models: dict[str, Path]) -> None:
     core = core_of(models[FAMILY_OF.get(options, "llama")], **OPTIONS[options])
     alone = {request.request_id: run(core, [request])[request.request_id, 0] for request in crowd()}
     together = run(core, crowd())
@@ -226,13 +226,13 @@ def test_streams_that_shift_and_others_do_not_notice_each_other(options: str, mo
         difference = (torch.stack(got.logits) - torch.stack(right.logits)).abs().max()
         assert float(difference) <= (0 if "deterministic" in options else 1e-4), name
     shared = together["shift", 0].outputs[-1].cached_tokens
-    assert shared >= 32  # of the beginning that all but the windows have in common
+    assert shared >= 32  # of the common prefix, which requests with windows do not share
     if options == "plain" and DEVICE == "cpu":
         assert core.runner.replay.num_replayed > LENGTH // 2
 
 
 @pytest.mark.parametrize("options", FEW_PAGES)
-def test_a_preempted_sequence_goes_on_from_its_own_pages(options: str, models: dict[str, Path]) -> None:
+def test_preempted_sequence_resumes_from_its_blocks(options: str, models: dict[str, Path]) -> None:
     right = run(core_of(models["llama"], **OPTIONS[options]), crowd())
     core = core_of(models["llama"], **{"kv_cache_memory": FEW_PAGES[options], **OPTIONS[options]})
     got = run(core, crowd())
@@ -241,7 +241,7 @@ def test_a_preempted_sequence_goes_on_from_its_own_pages(options: str, models: d
         assert got[name, index].token_ids == right[name, index].token_ids, name
 
 
-def test_samples_of_one_prompt_shift_on_their_own(models: dict[str, Path]) -> None:
+def test_samples_of_one_prompt_shift_independently(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     requests = [greedy("a", PROMPT, LENGTH, context=SHIFT, n=3, temperature=1.0, seed=5)]
     got = run(core, requests)
@@ -256,9 +256,7 @@ def test_samples_of_one_prompt_shift_on_their_own(models: dict[str, Path]) -> No
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "float32"), ("llama", "int8"), pytest.param("deepseek_v3", "int8", marks=ON_A_CPU)]
 )
-def test_no_byte_of_a_page_changes_when_it_is_written(
-    shifts: int, family: str, dtype: str, models: dict[str, Path]
-) -> None:
+def test_written_keys_do_not_change(shifts: int, family: str, dtype: str, models: dict[str, Path]) -> None:
     core = core_of(models[family], kv_cache_dtype=dtype)
     core.add(greedy("a", PROMPT, 16 * shifts + WINDOW, context=SHIFT))
     pages, digests = core.runner.cache.pages(2), dict[int, bytes]()
@@ -296,7 +294,7 @@ def digest_of(pages: KVPages, block: int) -> bytes:
         (ContextRule(attention_window=90, attention_sinks=20), "they may be at most 96"),
     ],
 )
-def test_rules_that_cannot_be_are_refused(rule: ContextRule, says: str, models: dict[str, Path]) -> None:
+def test_invalid_context_rules_are_refused(rule: ContextRule, says: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     with pytest.raises(RequestError, match=says):
         core.add(greedy("a", PROMPT, context=rule))

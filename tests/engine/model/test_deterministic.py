@@ -1,4 +1,4 @@
-"""Deterministic mode: the logits of a greedy request are the same bits however it is batched, chunked, cached or preempted."""
+"""Deterministic mode: logits of greedy requests have equal bits in any batch and chunk, from the cache and after preemption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scalings(pairs: int, original: int, alpha: bool = False) -> list[dict[str, A
 
 
 def requests(pairs: int, vocab: int, original: int = 32, alpha: bool = False) -> list[EngineRequest]:
-    """Sixteen, two under each scaling; a pair shares a prefix and differs in length."""
+    """Return sixteen requests, two for each scaling. A pair shares a prefix and differs in length."""
     generator = torch.Generator().manual_seed(8)
     made = []
     for i, scaling in enumerate(scalings(pairs, original, alpha)):
@@ -165,7 +165,7 @@ SLOW = ("hunyuan", "ministral3", "demo, all bfloat16", "gemma4_26b")
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
 )
-def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str], Path]) -> None:
+def test_bits_do_not_depend_on_the_batch(model: str, directory_of: Callable[[str], Path]) -> None:
     directory, sent, options = directory_of(model), requests_for(model), MODELS[model]
     want = alone(directory, sent, **options)
     together = core_of(directory, **options)
@@ -177,16 +177,16 @@ def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str],
         assert differing(way(directory, sent, **options), want) == [], name
     plain = alone(directory, sent, deterministic=False, **options)
     errors = [float((row[0] - plain[name][0]).abs().max() / plain[name][0].abs().max()) for name, row in want.items()]
-    rounding = 2e-2 if options.get("dtype") == "bfloat16" else 1e-5  # the mode gives the model's logits, to this
+    rounding = 2e-2 if options.get("dtype") == "bfloat16" else 1e-5  # tolerance of the mode's logits
     if "kv_cache_dtype" not in options:
         assert max(errors) <= rounding
-    else:  # a last digit can decide which code a key is rounded to; few requests meet that, and one code is worth little
+    else:  # the last digit can decide the code of a key, which happens rarely and has a small effect
         assert statistics.median(errors) <= rounding
         assert max(errors) <= 1e-3
 
 
 @pytest.mark.parametrize("model", ["llama_bias", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3", "demo"])
-def test_without_the_compiled_kernels(
+def test_plain_torch_has_the_same_bits_in_any_batch(
     model: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(monkeypatch, "turned off by this test")
@@ -196,8 +196,8 @@ def test_without_the_compiled_kernels(
         assert differing(WAYS[name](directory, sent, **options), want) == [], name
 
 
-def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
-    """A sequence changes frequencies at the same tokens, however it is computed."""
+def test_frequency_changes_have_the_same_bits(tmp_path: Path) -> None:
+    """A sequence changes frequencies at the same tokens in every schedule."""
     directory = make_model("llama", tmp_path, max_position_embeddings=32)
     kinds = {name: RopeScaling.from_dict(scalings(8, 32)[index]) for name, index in (("dynamic", 3), ("longrope", 6))}
     sent = [
@@ -217,8 +217,8 @@ def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_windows_and_far_keys_longer_than_what_attention_takes_at_once(tmp_path: Path) -> None:
-    """What is given up or kept twice goes by what was computed so far, which steps change."""
+def test_windows_and_second_keys_longer_than_an_attention_chunk(tmp_path: Path) -> None:
+    """Freed blocks and second key copies depend on the computed length, which differs between schedules."""
     directory = make_model("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=256)
     sent = [
         greedy(
@@ -245,8 +245,8 @@ def test_windows_and_far_keys_longer_than_what_attention_takes_at_once(tmp_path:
 
 
 @pytest.mark.parametrize("model", ["gemma3", "gpt_oss"])
-def test_sinks_before_layers_that_have_a_window_of_their_own(model: str, directory_of: Callable[[str], Path]) -> None:
-    """Such a layer sees sinks and what follows them as neighbours with one reach, whether or not a query is turned for them."""
+def test_sinks_with_windows_of_layers(model: str, directory_of: Callable[[str], Path]) -> None:
+    """Such a layer sees sinks and the tokens after them as adjacent, with one window, for rotated query copies too."""
     sent = [
         greedy(
             f"{window} behind {sinks}",
@@ -274,14 +274,14 @@ def test_sinks_before_layers_that_have_a_window_of_their_own(model: str, directo
         assert prompts(tokens) == want, tokens
 
 
-def test_two_threads_change_nothing_between_ways(directory_of: Callable[[str], Path]) -> None:
+def test_two_threads_have_the_same_bits(directory_of: Callable[[str], Path]) -> None:
     torch.set_num_threads(2)
     sent = requests_for("demo")[1::8]
     assert differing(in_chunks_of(33)(DEMO, sent), alone(DEMO, sent)) == []
 
 
-def test_without_the_mode_the_comparison_finds_differences() -> None:
-    """Or it would show nothing: the quick path sums a prefill chunk otherwise than a decoded token."""
+def test_comparison_finds_differences_without_the_mode() -> None:
+    """The fast path sums a prefill chunk in another order than a decoded token."""
     sent = requests_for("demo")
     batch = in_one_batch(DEMO, sent, deterministic=False)
     assert len(differing(in_chunks_of(7)(DEMO, sent, deterministic=False), batch)) > 8

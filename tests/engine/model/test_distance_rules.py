@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers.distance_oracle import rerope, self_extend
+from engine_helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from engine_helpers.raw_key_oracle import RawKeyOracle
 from helpers.cache_invariants import assert_balanced
+from helpers.cpu_kernels import choose
+from helpers.device import DEVICE
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import make_model
 
@@ -20,7 +22,7 @@ from windlass.engine.errors import RequestError
 from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.auto_scaling import AUTO, ScalingThreshold
-from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling, resolve
 
 TRAINED = 32
 PROMPT = torch.randint(3, 128, (53,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -63,14 +65,14 @@ def core_of(model: Path, **options: Any) -> EngineCore:
 
 
 def context_sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
-    """(s, c) as the scaling's fields say."""
+    """Return (s, c) from the scaling's fields."""
     longest = int(TRAINED * scaling.get("factor", 1))
     most = scaling.get("chunk_size", longest * 3 // 4)
     return most - scaling.get("local_size", longest // 8), most
 
 
 def distance(scaling: dict[str, Any], i: int, j: int) -> float:
-    """How far key j seems from query i: the definition."""
+    """Return the distance of key j from query i by definition."""
     if scaling["rope_type"] == "self_extend":
         return self_extend(scaling.get("group_size", 4), scaling.get("window", TRAINED // 4))(i, j)
     if scaling["rope_type"] == "rerope":
@@ -86,7 +88,7 @@ def distance(scaling: dict[str, Any], i: int, j: int) -> float:
 
 
 def score_scale(scaling: dict[str, Any], i: int, length: int) -> float:
-    """Score factor of query i in a request with this many tokens."""
+    """Return the score factor of query i in a request with this many tokens."""
     trained = scaling.get("original_max_position_embeddings", TRAINED)
     scale = 1.0
     if scaling["rope_type"] == "log_n" or scaling.get("log_n"):
@@ -126,7 +128,7 @@ def asked(
 
 @pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "leaky"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dict[str, Path]) -> None:
+def test_logits_equal_rotation_by_the_rule(family: str, name: str, models: dict[str, Path]) -> None:
     core = core_of(models[family])
     request = asked(name)
     got = run(core, [request])["a", 0]
@@ -134,7 +136,7 @@ def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dic
 
 
 @pytest.mark.slow
-def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None:
+def test_recurrent_layers_with_second_key_copies(tmp_path: Path) -> None:
     model = make_model("qwen3_5", tmp_path, max_position_embeddings=TRAINED)
     core = core_of(model, max_num_batched_tokens=20)
     request = asked("self extend")
@@ -144,15 +146,15 @@ def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
-def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path]) -> None:
+def test_every_rule_in_chunks_of_any_size(name: str, budget: int, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], max_num_batched_tokens=budget)
     request = asked(name)
     got = run(core, [request])["a", 0]
     check(got, right_logits(core, models["llama"], request, PROMPT + got.token_ids))
 
 
-def test_the_rule_changes_what_is_answered(models: dict[str, Path]) -> None:
-    """Otherwise the comparison above would prove nothing."""
+def test_rule_changes_answers(models: dict[str, Path]) -> None:
+    """Sensitivity of the comparison above."""
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
     for name in SCALINGS:
@@ -170,7 +172,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: dict[str, Path]) -> None:
+def test_all_rules_in_one_batch(options: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], **{"prefix_caching": False} | OPTIONS[options])
     requests = [asked(name, name, n=2, temperature=1.0, seed=3) for name in SCALINGS]
     requests.append(greedy("none", PROMPT, LENGTH))
@@ -188,7 +190,7 @@ def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: d
 
 
 @pytest.mark.parametrize("name", ["dual chunk", "long scores", "groups of 7", "rerope", "log n"])
-def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[str, Path]) -> None:
+def test_prefix_cache_is_separate_for_each_rule(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     first = run(core, [asked(name)])["a", 0]
     run(core, [greedy("plain", PROMPT, LENGTH)])
@@ -201,7 +203,7 @@ def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[
     check(other, right)
 
 
-def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
+def test_short_texts_equal_answers_without_a_rule(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT[:9], 5)])["a", 0]
     for name in ("dual chunk", "growing scores", "long scores", "rerope", "log n"):
@@ -210,7 +212,7 @@ def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dual chunk", "leaky"])
-def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Path]) -> None:
+def test_recorded_decode_steps_give_the_same_bits(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     if core.runner.replay.obstacle is not None:
         pytest.skip("nothing is recorded here")
@@ -219,7 +221,7 @@ def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Pat
 
 
 @pytest.mark.parametrize("first", ["none", "log n"])
-def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: str, models: dict[str, Path]) -> None:
+def test_steps_with_and_without_score_factors_share_recordings(first: str, models: dict[str, Path]) -> None:
     """A recording belongs to one form of step: the score factor of one request must not apply to the next."""
     requests = {"none": greedy("a", PROMPT, LENGTH), "log n": asked("log n")}
     alone = {name: run(core_of(models["llama"]), [request])["a", 0] for name, request in requests.items()}
@@ -246,7 +248,7 @@ def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: s
         ({"low_freq_factor": 1.0}, "low_freq_factor"),
     ],
 )
-def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+def test_invalid_chunks_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     with pytest.raises(RequestError) as caught:
         core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict({"rope_type": "dual_chunk", **fields})))
@@ -266,14 +268,14 @@ def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, 
         ({"rope_type": "rerope", "group_size": 4}, "group_size"),
     ],
 )
-def test_windows_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+def test_invalid_windows_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     with pytest.raises(RequestError) as caught:
         core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict(fields)))
     assert caught.value.param == f"rope_scaling.{param}"
 
 
-def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) -> None:
+def test_second_key_copies_use_twice_the_blocks(models: dict[str, Path]) -> None:
     core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
     assert run(core, [asked("dual chunk")])["a", 0].token_ids
     with pytest.raises(
@@ -292,7 +294,7 @@ def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) 
 @pytest.mark.parametrize(
     ("family", "why"), [("gemma3", "window"), ("mistral", "window"), ("hunyuan", "normed"), ("ministral3", "positions")]
 )
-def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_path: Path) -> None:
+def test_models_with_other_positions_refuse_rules(family: str, why: str, tmp_path: Path) -> None:
     core = core_of(make_model(family, tmp_path))
     for kind in ("dual_chunk", "self_extend", "rerope", "log_n"):
         with pytest.raises(RequestError, match=why) as caught:
@@ -301,7 +303,7 @@ def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_
 
 
 @pytest.mark.parametrize("kind", ["dual_chunk", "self_extend", "rerope", "log_n"])
-def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str, Path]) -> None:
+def test_other_position_options_are_refused_with_rules(kind: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], shift_context=64)
     asked_with: dict[str, dict[str, Any]] = {
         "context_overflow": {"context": ContextRule("shift")},
@@ -314,7 +316,7 @@ def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str,
         assert caught.value.param == field
 
 
-def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
+def test_report_has_the_chunk_sizes(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     for name, sizes in (("dual chunk", (24, 4)), ("own sizes", (29, 9)), ("yarn inside", (48, 8))):
         report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
@@ -325,7 +327,7 @@ def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
         assert report is not None and parameters.items() <= report.parameters.items()
 
 
-def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
+def test_rule_of_the_server_applies_to_all_requests(models: dict[str, Path]) -> None:
     core = core_of(models["llama"], rope_scaling=RopeScaling.from_dict(SCALINGS["own sizes"]))
     by_server = run(core, [greedy("a", PROMPT, LENGTH)])["a", 0]
     by_request = run(core_of(models["llama"]), [asked("own sizes")])["a", 0]
@@ -334,7 +336,7 @@ def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
     assert plain.token_ids == run(core_of(models["llama"]), [greedy("b", PROMPT, 4)])["b", 0].token_ids
 
 
-def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models: dict[str, Path]) -> None:
+def test_automatic_scaling_may_end_in_chunks(models: dict[str, Path]) -> None:
     rule = RopeScaling.from_dict(SCALINGS["dual chunk"])
     ladder = (ScalingThreshold(80), ScalingThreshold(None, rule, "chunks"))
     core = core_of(models["llama"], rope_ladder=ladder)
@@ -345,3 +347,148 @@ def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models:
     right = right_logits(core, models["llama"], spelt_out, PROMPT + got.token_ids)
     got.logits, got.token_ids = got.logits[-20:], got.token_ids[-20:]
     check(got, right, prompt=len(PROMPT) + LENGTH - 20)
+
+
+# -- table of distances ------------------------------------------------------------------------------------------------
+
+TABLE_TRAINED = 64
+TABLE_PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()
+MADE = 20
+
+# Each with its distances, and the length from which scores grow.
+KINDS: dict[str, tuple[dict[str, Any], Distance | None, int | None]] = {
+    "defaults": ({"rope_type": "dual_chunk"}, dual_chunk(40, 48), None),
+    "small chunks": ({"rope_type": "dual_chunk", "chunk_size": 25, "local_size": 8}, dual_chunk(17, 25), None),
+    "yarn": ({"rope_type": "dual_chunk", "chunk_size": 90, "local_size": 50, "factor": 2}, dual_chunk(40, 90), None),
+    "all": (
+        {"rope_type": "dual_chunk", "chunk_size": 42, "local_size": 9, "log_n": True, "length_scores": True},
+        dual_chunk(33, 42),
+        TABLE_TRAINED,
+    ),
+    "self_extend": ({"rope_type": "self_extend"}, self_extend(4, 16), None),
+    "threes": (
+        {"rope_type": "self_extend", "group_size": 3, "window": 20, "log_n": True},
+        self_extend(3, 20),
+        TABLE_TRAINED,
+    ),
+    "rerope": ({"rope_type": "rerope"}, rerope(32), None),
+    "leaky": ({"rope_type": "rerope", "window": 23, "factor": 5.5}, rerope(23, 5.5), None),
+    "log_n": ({"rope_type": "log_n", "original_max_position_embeddings": 40}, None, 40),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=TABLE_TRAINED)
+
+
+@pytest.fixture(params=["compiled", "plain torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain torch":
+        if DEVICE != "cpu":
+            pytest.skip("of kernels for a CPU")
+        choose(monkeypatch, "turned off by this test")
+    return str(request.param)
+
+
+def table_core(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, **{"max_model_len": 256, "max_num_batched_tokens": 37, **options})
+
+
+def table_request(kind: str, prompt: list[int] = TABLE_PROMPT) -> EngineRequest:
+    scaling = None if kind == "plain" else RopeScaling.from_dict(KINDS[kind][0])
+    return greedy(kind, prompt, MADE, rope_scaling=scaling)
+
+
+def table_logits(model: Path, core: EngineCore, kind: str, tokens: list[int], **options: bool) -> torch.Tensor:
+    """Return the logits of every token by the table, with the frequencies inside of chunks."""
+    fields, distance, logarithm = KINDS.get(kind, ({}, None, None))
+    inside = {"rope_type": "yarn", "factor": fields["factor"]} if kind == "yarn" else {"rope_type": "default"}
+    spec = resolve(RopeScaling.from_dict(inside), core.info.model_rotary_groups[0].base, 1)
+    longest = TABLE_TRAINED * 2 ** (
+        math.ceil(4 * math.log2(len(tokens) / TABLE_TRAINED)) / 4
+    )  # prompt and output, on the grid
+    factor = 0.1 * math.log(longest / TABLE_TRAINED) + 1 if fields.get("length_scores") else 1.0
+    grows = log_n(logarithm) if logarithm else lambda i: 1.0
+    given: dict[str, Any] = {**options, **({"distance": distance} if distance else {})}
+    oracle = DistanceOracle(
+        model, spec.inv_freq, growth=lambda i: factor * grows(i), rotary_scale=spec.rotary_scale, **given
+    )
+    return oracle.logits(tokens)
+
+
+def check_by_table(got: Finished, prompt: list[int], right: torch.Tensor) -> None:
+    right = right[len(prompt) - 1 : len(prompt) - 1 + len(got.logits)]
+    assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
+    assert got.token_ids == right.argmax(-1).tolist()
+
+
+def test_logits_equal_the_table(kernels: str, model: Path) -> None:
+    core = table_core(model)
+    assert core.runner.decoder.backend.explain().startswith("plain torch") == (kernels == "plain torch")
+    for kind in KINDS:
+        got = run(core, [table_request(kind)])[kind, 0]
+        check_by_table(got, TABLE_PROMPT, table_logits(model, core, kind, TABLE_PROMPT + got.token_ids))
+
+
+def test_one_key_head_equals_the_table(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path, max_position_embeddings=TABLE_TRAINED, num_key_value_heads=1)
+    core = table_core(model)
+    got = run(core, [table_request("all")])["all", 0]
+    check_by_table(got, TABLE_PROMPT, table_logits(model, core, "all", TABLE_PROMPT + got.token_ids))
+
+
+@pytest.mark.parametrize("family", ["gemma", "olmo2", "granite", "exaone4_full"])
+def test_families_with_other_query_norms_equal_the_table(family: str, tmp_path: Path) -> None:
+    """Norm offsets, norms over all heads, a separate scale, and norms per head after the projections."""
+    model = make_model(family, tmp_path, max_position_embeddings=TABLE_TRAINED)
+    core = table_core(model)
+    got = run(core, [table_request("small chunks")])["small chunks", 0]
+    check_by_table(got, TABLE_PROMPT, table_logits(model, core, "small chunks", TABLE_PROMPT + got.token_ids))
+
+
+@pytest.mark.parametrize("kind", ["small chunks", "threes", "leaky"])
+def test_latent_attention_equals_the_table(kind: str, tmp_path: Path) -> None:
+    model = make_model("deepseek_v3_half", tmp_path, max_position_embeddings=TABLE_TRAINED)
+    core = table_core(model)
+    got = run(core, [table_request(kind)])[kind, 0]
+    check_by_table(got, TABLE_PROMPT, table_logits(model, core, kind, TABLE_PROMPT + got.token_ids, rotated_last=True))
+
+
+def crowd() -> list[EngineRequest]:
+    """Requests of every kind and of several lengths."""
+    return [table_request(kind, TABLE_PROMPT[: 150 - 13 * n]) for n, kind in enumerate([*KINDS, "plain"])]
+
+
+def test_all_kinds_in_one_batch_equal_the_table(kernels: str, model: Path) -> None:
+    core = table_core(model, max_num_seqs=16)
+    got = run(core, crowd())
+    for request in crowd():
+        prompt, found = list(request.prompt_token_ids), got[request.request_id, 0]
+        check_by_table(found, prompt, table_logits(model, core, request.request_id, prompt + found.token_ids))
+
+
+@pytest.mark.parametrize("pages", ["auto", "int8"])
+def test_deterministic_bits_in_any_chunks_and_batches(pages: str, model: Path) -> None:
+    fixed = {"deterministic": True, "max_num_seqs": 16, "kv_cache_dtype": pages, "prefix_caching": False}
+    together = run(table_core(model, **fixed), crowd())
+    for budget in (16, 2048):
+        core = table_core(model, **fixed, max_num_batched_tokens=budget)
+        for request in crowd():
+            alone, other = run(core, [request])[request.request_id, 0], together[request.request_id, 0]
+            assert torch.equal(torch.stack(alone.logits), torch.stack(other.logits)), (request.request_id, budget)
+
+
+def test_draft_model_uses_the_rule(model: Path) -> None:
+    """A model that is its own draft model proposes its own tokens, as long as both see keys at the same distances."""
+    core = table_core(model, speculative_model=str(model), speculative_adaptive=False)
+    alone = table_core(model)
+    for kind in KINDS:
+        before = core.stats()
+        got = run(core, [table_request(kind)])[kind, 0]
+        assert got.token_ids == run(alone, [table_request(kind)])[kind, 0].token_ids
+        after = core.stats()
+        proposed = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+        assert (
+            proposed and after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens == proposed
+        ), kind

@@ -1,4 +1,4 @@
-"""Encoders against transformers: hidden states, classes of texts and of tokens; and that the tests would notice mistakes.
+"""Encoders compared with transformers: hidden states, classes of texts and of tokens, and sensitivity of the comparison.
 
 Reference: float32, eager attention, one text at a time, cos and sin from float64 angles.
 """
@@ -6,7 +6,6 @@ Reference: float32, eager attention, one text at a time, cos and sin from float6
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_helpers.rewritten_weights import reconfigured, rewritten, with_other_theta
 from helpers.cpu_kernels import choose
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
@@ -69,24 +69,24 @@ def encoder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(family, tmp_path_factory.mktemp(family))
 
 
-def test_states_are_those_of_transformers(encoder: Path) -> None:
+def test_hidden_states_equal_transformers(encoder: Path) -> None:
     assert error(make_core(encoder), encoder) < TOLERANCE
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_are_those_of_transformers(family: str, head: str, tmp_path: Path) -> None:
+def test_heads_equal_transformers(family: str, head: str, tmp_path: Path) -> None:
     directory = make_encoder(family, tmp_path, head, id2label={0: "a", 1: "b", 2: "c"})
     assert error(make_core(directory), directory, head) < TOLERANCE
 
 
-def test_without_compiled_kernels(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_equals_transformers(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "turned off by this test")
     assert error(make_core(encoder), encoder) < TOLERANCE
     assert error(make_core(encoder, deterministic=True), encoder) < TOLERANCE
 
 
-def test_batched_is_as_alone(encoder: Path) -> None:
-    """Texts of other lengths, one of them a single token, in steps of a few texts each."""
+def test_batched_texts_equal_single_texts(encoder: Path) -> None:
+    """Texts of several lengths, one of them a single token, in steps of a few texts each."""
     core = make_core(encoder, max_num_batched_tokens=64)
     texts = [TEXT[:n] for n in (40, 1, 7, 23, 16, 17, 40, 2)]
     alone = [answers(core, [asked("a", text)])[0] for text in texts]
@@ -95,7 +95,7 @@ def test_batched_is_as_alone(encoder: Path) -> None:
         assert (one - other).abs().max() / one.abs().max() < TOLERANCE
 
 
-def test_the_same_bits_beside_others(encoder: Path) -> None:
+def test_deterministic_bits_are_equal_in_batches(encoder: Path) -> None:
     core = make_core(encoder, deterministic=True)
     texts = [TEXT[:n] for n in (40, 1, 7, 23)]
     alone = [answers(core, [asked("a", text)])[0] for text in texts]
@@ -105,7 +105,7 @@ def test_the_same_bits_beside_others(encoder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
-def test_a_scaling_of_the_request(encoder: Path, kind: str) -> None:
+def test_scaling_of_a_request_equals_transformers(encoder: Path, kind: str) -> None:
     fields = {"original_max_position_embeddings": 16} if kind == "yarn" else {}
     scaling = RopeScaling.from_dict({"rope_type": kind, "factor": 4.0, **fields})
     core = make_core(encoder, max_model_len=256)
@@ -115,17 +115,17 @@ def test_a_scaling_of_the_request(encoder: Path, kind: str) -> None:
         assert (plain - scaled).abs().max() / plain.abs().max() > 100 * TOLERANCE
 
 
-def test_distances_of_an_encoder_are_its_own(encoder: Path) -> None:
+def test_distance_based_attention_is_refused(encoder: Path) -> None:
     core = make_core(encoder)
     for kind in ("self_extend", "rerope", "dual_chunk", "log_n"):
         with pytest.raises(RequestError, match="those behind them"):
             core.add(asked("a", TEXT, rope_scaling=RopeScaling.from_dict({"rope_type": kind})))
 
 
-# -- that mistakes show ------------------------------------------------------------------------------------------------
+# -- sensitivity --------------------------------------------------------------------------------------------------------
 
 
-def test_a_causal_mask_shows(encoder: Path) -> None:
+def test_causal_mask_changes_states(encoder: Path) -> None:
     core = make_core(encoder)
     for layer in core.runner.decoder.layers:
         layer.mixer.spec = replace(layer.mixer.spec, causal=True)
@@ -134,31 +134,22 @@ def test_a_causal_mask_shows(encoder: Path) -> None:
     assert error(core, encoder) > 100 * TOLERANCE
 
 
-def test_other_pairs_show(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_pair_layout_changes_states(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((encoder / "config.json").read_text())
     flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in spec_reader.FAMILIES]
     monkeypatch.setattr(spec_reader, "FAMILIES", tuple(flipped))
     assert error(make_core(encoder), encoder) > 100 * TOLERANCE
 
 
-def skewed(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {k: v * 1.3 if k == "rope_theta" else skewed(v) for k, v in value.items()}
-
-
-def test_another_theta_shows(encoder: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(encoder, tmp_path / "other")
-    config = json.loads((encoder / "config.json").read_text())
-    rope = config.get("rope_parameters") or {"rope_theta": 10_000.0}
-    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": skewed(rope)}))
+def test_other_theta_changes_states(encoder: Path, tmp_path: Path) -> None:
+    other = with_other_theta(encoder, tmp_path / "other")
     (ours,), (theirs,) = (answers(make_core(one), [asked("a", TEXT)]) for one in (other, encoder))
     assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("head", HEADS[1:])
-def test_every_vector_counts(family: str, head: str, tmp_path: Path) -> None:
-    """Each bias and each norm: where one is left out (read as zeros), states are others, or what a head makes of them."""
+def test_every_vector_changes_states(family: str, head: str, tmp_path: Path) -> None:
+    """Zeros instead of a bias or a norm give other states, or another output of the head."""
     directory = make_encoder(family, tmp_path / "model", head, id2label={0: "a", 1: "b", 2: "c"})
     tensors = load_file(directory / "model.safetensors")
     wanted = [asked("a", TEXT, "all"), asked("b", TEXT, KINDS[head])]
@@ -168,24 +159,19 @@ def test_every_vector_counts(family: str, head: str, tmp_path: Path) -> None:
     for name in names:
         if ".2." in name or ".3." in name:
             continue
-        other = tmp_path / "other"
-        shutil.rmtree(other, ignore_errors=True)
-        shutil.copytree(directory, other)
-        save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
+        other = rewritten(directory, tmp_path / "other", {**tensors, name: torch.zeros_like(tensors[name])})
         found = answers(make_core(other), wanted)
         changes = [(ours - own).abs().max() / own.abs().max() for ours, own in zip(found, expected, strict=True)]
         assert max(changes) > 10 * TOLERANCE, name
 
 
 @pytest.mark.parametrize("family", ["modernbert"], indirect=True)
-def test_the_window_is_that_of_both_sides(encoder: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(encoder, tmp_path / "other")
-    config = json.loads((encoder / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "local_attention": 10}))
+def test_window_covers_both_sides(encoder: Path, tmp_path: Path) -> None:
+    other = reconfigured(encoder, tmp_path / "other", local_attention=10)
     assert error(make_core(other), encoder) > 100 * TOLERANCE
 
 
-# -- how texts are computed --------------------------------------------------------------------------------------------
+# -- scheduling ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +180,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target_step_seconds", [0.0, 1e-6])
-def test_a_text_is_computed_in_one_step(small: Path, target_step_seconds: float) -> None:
+def test_text_is_computed_in_one_step(small: Path, target_step_seconds: float) -> None:
     """With the smallest step budget and other requests waiting; no cached block remains."""
     core = make_core(small, max_num_batched_tokens=64, max_num_seqs=4, target_step_seconds=target_step_seconds)
     plans, execute = [], core.runner.execute
@@ -217,7 +203,7 @@ def test_a_text_is_computed_in_one_step(small: Path, target_step_seconds: float)
     assert core.stats().kv_blocks_used == 0 and core.stats().num_preemptions == 0
 
 
-def test_equal_texts_share_nothing(small: Path) -> None:
+def test_equal_texts_share_no_blocks(small: Path) -> None:
     core = make_core(small)
     first, second = (answers(core, [asked("a", TEXT)])[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -225,7 +211,7 @@ def test_equal_texts_share_nothing(small: Path) -> None:
     assert not output.cached_tokens
 
 
-def test_the_step_bounds_text_and_cache(small: Path) -> None:
+def test_step_size_bounds_text_and_cache(small: Path) -> None:
     core = make_core(small, max_num_batched_tokens=64, max_num_seqs=4)
     assert core.info.max_model_len == 64 and core.info.num_kv_blocks == (64 // 16 + 4,)
     assert any("scheduling.max_num_batched_tokens" in notice for notice in core.info.notices)
@@ -233,11 +219,11 @@ def test_the_step_bounds_text_and_cache(small: Path) -> None:
         core.add(asked("a", [5] * 65))
     with pytest.raises(LoadError, match="one step of at most 64 tokens"):
         make_core(small, max_num_batched_tokens=64, max_model_len=65)
-    longer = make_core(small, max_num_batched_tokens=512, max_model_len=512)  # than it was trained for
+    longer = make_core(small, max_num_batched_tokens=512, max_model_len=512)  # than the trained length
     assert longer.info.max_model_len == 512
 
 
-def test_what_an_encoder_refuses(small: Path) -> None:
+def test_options_of_decoders_are_refused(small: Path) -> None:
     core = make_core(small)
     assert not core.info.generates and core.info.pooling.kind == "mean"
     for request, code in (
@@ -263,7 +249,7 @@ def test_what_an_encoder_refuses(small: Path) -> None:
         ("modernbert", {"classifier_activation": "relu2"}, "'relu2' of the classification head"),
     ],
 )
-def test_what_is_not_understood_is_not_loaded(family: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_config_is_refused(family: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
     directory = make_encoder(family, tmp_path, "ForSequenceClassification")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **change}))
@@ -271,8 +257,8 @@ def test_what_is_not_understood_is_not_loaded(family: str, change: dict[str, Any
         make_core(directory)
 
 
-def test_the_names_of_nomics_own_files(tmp_path: Path) -> None:
-    """Its config.json as it came with a program gives the same model."""
+def test_key_names_of_nomic_files(tmp_path: Path) -> None:
+    """The config.json of the original program gives the same model."""
     directory = make_encoder("nomic_bert", tmp_path / "new")
     (expected,) = answers(make_core(directory), [asked("a", TEXT)])
     config = json.loads((directory / "config.json").read_text())
@@ -297,7 +283,7 @@ def test_the_names_of_nomics_own_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}])
-def test_narrower_numbers(encoder: Path, options: dict[str, str]) -> None:
+def test_narrower_dtypes_give_similar_states(encoder: Path, options: dict[str, str]) -> None:
     (expected,), (found,) = (answers(make_core(encoder, **more), [asked("a", TEXT)]) for more in ({}, options))
     near = torch.nn.functional.cosine_similarity(found, expected, dim=1)
     assert float(near.mean()) > 0.99 and not torch.equal(found, expected), near

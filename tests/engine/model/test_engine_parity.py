@@ -1,4 +1,4 @@
-"""Logits and greedy tokens compared with transformers for every family, however the tokens are computed.
+"""Logits and greedy tokens compared with transformers: in chunks, batches, after preemption and from the prefix cache.
 
 Reference: float32, eager attention, one pass over the whole sequence, cos and sin from float64 angles.
 """
@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import FAMILIES, Reference, make_model
+from safetensors.torch import load_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.request import EngineRequest
@@ -41,7 +42,7 @@ def check(core: EngineCore, directory: Path, request: EngineRequest, result: Fin
     assert result.token_ids == expected.argmax(dim=-1).tolist()
 
 
-def test_whole_prompt(family: Path) -> None:
+def test_entire_prompt_equals_transformers(family: Path) -> None:
     core = make_core(family)
     request = greedy("a", prompt(40), 12)
     check(core, family, request, run(core, [request])["a", 0])
@@ -49,14 +50,14 @@ def test_whole_prompt(family: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 7])
-def test_odd_chunks(family: Path, budget: int) -> None:
+def test_odd_chunks_equal_transformers(family: Path, budget: int) -> None:
     core = make_core(family, max_num_batched_tokens=budget)
     request = greedy("a", prompt(41), 9)
     check(core, family, request, run(core, [request])["a", 0])
     assert core.runner.positions_computed == 41 + 9 - 1
 
 
-def test_batched_with_others(family: Path) -> None:
+def test_batched_requests_equal_transformers(family: Path) -> None:
     core = make_core(family, max_num_batched_tokens=50)
     requests = [greedy(str(i), prompt(5 + 11 * i, i), 6 + 3 * i) for i in range(6)]
     results = run(core, requests)
@@ -66,7 +67,7 @@ def test_batched_with_others(family: Path) -> None:
     assert core.runner.positions_computed == sum(lengths)
 
 
-def test_after_preemption(family: Path) -> None:
+def test_preempted_requests_equal_transformers(family: Path) -> None:
     spare = make_core(family)
     per_block = spare.info.kv_bytes_per_token * spare.info.block_size
     core = make_core(family, kv_cache_memory=9 * per_block, prefix_caching=False, max_model_len=96)
@@ -79,7 +80,7 @@ def test_after_preemption(family: Path) -> None:
         check(core, family, request, results[request.request_id, 0])
 
 
-def test_prefix_hits(family: Path) -> None:
+def test_prefix_hits_equal_transformers(family: Path) -> None:
     core = make_core(family)
     shared = prompt(48)
     first = greedy("first", shared + prompt(5, 1), 6)
@@ -111,7 +112,7 @@ def test_samples_share_the_prompt(family: Path) -> None:
         assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
-def test_prompt_logprobs(family: Path) -> None:
+def test_prompt_logprobs_equal_transformers(family: Path) -> None:
     core = make_core(family, max_num_batched_tokens=11)
     request = greedy("a", prompt(30), 1, prompt_logprobs=3)
     output = run(core, [request])["a", 0].outputs[0]
@@ -126,7 +127,7 @@ def test_prompt_logprobs(family: Path) -> None:
         assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
 
 
-def test_prompt_logprobs_of_the_end_of_a_prompt_take_its_beginning_from_the_cache(family: Path) -> None:
+def test_prompt_logprobs_of_a_part_use_the_prefix_cache(family: Path) -> None:
     core = make_core(family)
     text = prompt(60)
     whole = run(core, [greedy("a", text, 0, prompt_logprobs=0)])["a", 0].outputs[0].prompt_logprobs
@@ -139,3 +140,17 @@ def test_prompt_logprobs_of_the_end_of_a_prompt_take_its_beginning_from_the_cach
         for entry, expected in zip(output.prompt_logprobs[first:], whole[first:], strict=True):
             assert entry is not None and expected is not None and entry.token_id == expected.token_id
             assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)
+
+
+def test_list_of_weights_names_the_checkpoint_and_the_decoder(family: Path) -> None:
+    saved = {name: list(tensor.shape) for name, tensor in load_file(family / "model.safetensors").items()}
+    decoder = make_core(family).runner.decoder
+    specs = decoder.spec.weights()
+    stored = [(tensor.name, tensor.rows, spec) for spec in specs for tensor in spec.stored]
+    assert {name: [rows, *spec.shape[1:]] for name, rows, spec in stored} == saved
+    assert len(stored) == len(saved)
+    assert {name: tuple(weight.shape) for name, weight in decoder.weights().items()} == {
+        spec.name: spec.shape for spec in specs
+    }
+    for spec in specs:
+        assert sum(tensor.rows for tensor in spec.stored) == spec.shape[0]

@@ -1,18 +1,18 @@
-"""The text parts of multimodal models: their logits are those of the whole model on text, however their files are written.
+"""Text parts of multimodal models: logits equal those of the entire model on text, for all layouts of files.
 
-Reference: transformers' class of the whole model, float32, eager attention, one pass over the whole sequence.
+Reference: transformers' class of the entire model, float32, eager attention, one pass over the whole sequence.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers.quantized_checkpoints import AWQ, as_awq, as_packed, compressed, make_quantized, quantize
+from engine_helpers.rewritten_weights import PROMPT, logits, reconfigured, rewritten
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_multimodal import MODELS, TextLogits, make_multimodal
@@ -22,12 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.model.families.multimodal import MULTIMODAL, text_config_of
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 
 TOLERANCE = 1e-5  # of the largest reference logit
-PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def test_every_class_is_compared() -> None:
@@ -46,14 +44,14 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def error(core: EngineCore, reference: Path) -> float:
-    """Largest difference of the logits behind the prompt, relative to the largest logit."""
+    """Return the largest difference of the logits after the prompt, relative to the largest logit."""
     result = run(core, [greedy("a", PROMPT, 9)])["a", 0]
     expected = TextLogits(reference)(PROMPT + result.token_ids)[len(PROMPT) - 1 : -1]
     assert torch.isfinite(expected).all() and float(expected.std()) > 0
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
-def test_logits_are_those_of_the_whole_model(model: Path) -> None:
+def test_logits_equal_the_entire_model(model: Path) -> None:
     core = make_core(model, max_num_batched_tokens=7)
     assert any("the text part of a multimodal model" in notice for notice in core.info.notices)
     assert error(core, model) < TOLERANCE
@@ -62,38 +60,21 @@ def test_logits_are_those_of_the_whole_model(model: Path) -> None:
 
 
 def renamed(model: Path, target: Path, old: str, new: str) -> Path:
-    """The model with another beginning of names."""
-    shutil.copytree(model, target)
+    """Copy the model with another prefix of tensor names."""
     weights = load_file(model / "model.safetensors")
     moved = {new + name.removeprefix(old) if name.startswith(old) else name: one for name, one in weights.items()}
     assert moved.keys() != weights.keys()
-    save_file(moved, target / "model.safetensors")
-    return target
+    return rewritten(model, target, moved)
 
 
-def changed(model: Path, target: Path, **keys: Any) -> Path:
-    """The model with other keys in config.json; None: without them."""
-    shutil.copytree(model, target)
-    config = json.loads((target / "config.json").read_text()) | keys
-    config = {key: value for key, value in config.items() if value is not None}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-def logits(model: Path, adapter: Path | None = None, **options: Any) -> torch.Tensor:
-    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
-    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
-    return torch.stack(run(make_core(model, lora=lora, **options), [request])["a", 0].logits)
-
-
-def test_names_of_other_writers(gemma: Path, tmp_path: Path) -> None:
+def test_other_tensor_prefixes_give_the_same_bits(gemma: Path, tmp_path: Path) -> None:
     one = renamed(gemma, tmp_path / "one", "language_model.model.", "model.language_model.")
     two = renamed(one, tmp_path / "two", "vision_tower.", "model.vision_tower.")
     assert torch.equal(logits(two), logits(gemma))
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
-def test_bits_are_those_of_the_same_model_of_text_alone(gemma: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_text_part_and_text_model_give_the_same_bits(gemma: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     weights = load_file(gemma / "model.safetensors")
@@ -106,19 +87,17 @@ def test_bits_are_those_of_the_same_model_of_text_alone(gemma: Path, tmp_path: P
     assert torch.equal(logits(gemma, **options), logits(alone, **options))
 
 
-def test_experts_that_lie_the_other_way_round(tmp_path: Path) -> None:
-    """As the first files of Qwen 3 VL have them."""
+def test_transposed_experts_give_the_same_bits(tmp_path: Path) -> None:
+    """The first files of Qwen 3 VL store them like this."""
     model = make_multimodal("qwen3_vl_moe", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     stacks = [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 8
-    other = shutil.copytree(model, tmp_path / "other")
-    turned = {name: weights[name].transpose(1, 2).contiguous() for name in stacks}
-    save_file(weights | turned, other / "model.safetensors")
+    other = rewritten(model, tmp_path / "other", weights | {name: weights[name].transpose(1, 2) for name in stacks})
     assert torch.equal(logits(other), logits(model))
 
 
-def test_a_head_that_is_in_the_files_is_used_whatever_config_json_says(tmp_path: Path) -> None:
+def test_head_in_the_files_has_priority_over_config_json(tmp_path: Path) -> None:
     model = make_multimodal("mistral3", tmp_path / "model")
     assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is True
     tied = make_core(model)
@@ -130,7 +109,7 @@ def test_a_head_that_is_in_the_files_is_used_whatever_config_json_says(tmp_path:
     assert not own.runner.decoder.spec.tied_embeddings and error(own, model) < TOLERANCE
 
 
-def test_a_head_that_is_missing(tmp_path: Path) -> None:
+def test_missing_head_is_refused(tmp_path: Path) -> None:
     model = make_multimodal("llava", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     save_file({n: w for n, w in weights.items() if "lm_head" not in n}, model / "model.safetensors")
@@ -138,19 +117,19 @@ def test_a_head_that_is_missing(tmp_path: Path) -> None:
         make_core(model)
 
 
-def test_older_files_have_the_text_parts_keys_beside_the_others(tmp_path: Path) -> None:
+def test_older_config_with_keys_at_the_top_level(tmp_path: Path) -> None:
     model = make_multimodal("qwen2_5_vl", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     text = config["text_config"]
     rope = text.pop("rope_parameters")
     flat = {**text, **config, "rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    other = changed(model, tmp_path / "other", **{**flat, "text_config": None})
+    other = reconfigured(model, tmp_path / "other", **{**flat, "text_config": None})
     assert torch.equal(logits(other), logits(model))
 
 
-def test_ends_are_those_of_the_whole_model(gemma: Path, tmp_path: Path) -> None:
-    other = changed(gemma, tmp_path / "other", eos_token_id=[1, 106])
+def test_end_tokens_of_the_entire_model_are_used(gemma: Path, tmp_path: Path) -> None:
+    other = reconfigured(gemma, tmp_path / "other", eos_token_id=[1, 106])
     (other / "generation_config.json").unlink()
     assert make_core(other).info.eos_token_ids == (1, 106)
 
@@ -159,7 +138,7 @@ SPARSE = ["cohere2", "gemma3_text", "lfm2", "llama", "mistral", "ministral3", "q
 
 
 @pytest.mark.parametrize("model_type", SPARSE)
-def test_sizes_that_are_left_out_are_those_of_the_class(model_type: str) -> None:
+def test_omitted_sizes_have_the_defaults_of_the_class(model_type: str) -> None:
     asked = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": model_type}}
     config, theirs = text_config_of(asked).config, AutoConfig.for_model(model_type)
     for key in "vocab_size intermediate_size hidden_size num_hidden_layers num_attention_heads".split():
@@ -178,15 +157,14 @@ def test_sizes_that_are_left_out_are_those_of_the_class(model_type: str) -> None
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "is a multimodal model, which is not supported"),
     ],
 )
-def test_what_is_refused(gemma: Path, tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+def test_unsupported_text_part_is_refused(gemma: Path, tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
-        make_core(changed(gemma, tmp_path / "other", **keys))
+        make_core(reconfigured(gemma, tmp_path / "other", **keys))
 
 
-def test_a_tensor_of_no_part_is_refused(gemma: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(gemma, tmp_path / "other")
-    weights = load_file(gemma / "model.safetensors")
-    save_file({**weights, "language_model.model.gates.weight": torch.zeros(2)}, other / "model.safetensors")
+def test_unexpected_tensor_is_refused(gemma: Path, tmp_path: Path) -> None:
+    more = {"language_model.model.gates.weight": torch.zeros(2)}
+    other = rewritten(gemma, tmp_path / "other", load_file(gemma / "model.safetensors") | more)
     with pytest.raises(LoadError, match=r"unexpected tensor 'language_model\.model\.gates\.weight'"):
         make_core(other)
 
@@ -195,7 +173,7 @@ def test_a_tensor_of_no_part_is_refused(gemma: Path, tmp_path: Path) -> None:
     "name, further",
     [("glm4v_moe", "model.language_model.layers.4.eh_proj.weight"), ("exaone4_5", "mtp.layers.0.eh_proj.weight")],
 )
-def test_what_predicts_further_tokens_is_left_out(tmp_path: Path, name: str, further: str) -> None:
+def test_mtp_tensors_are_omitted(tmp_path: Path, name: str, further: str) -> None:
     model = make_multimodal(name, tmp_path / "model")
     wanted = logits(model)
     weights = load_file(model / "model.safetensors")
@@ -204,8 +182,8 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path, name: str, fur
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
-def test_an_adapter_changes_the_text_part(tmp_path: Path, prefix: str) -> None:
-    """Under the names of the files, those of transformers since its release 5, and those of a model of text alone."""
+def test_adapter_of_the_text_part_gives_merged_logits(tmp_path: Path, prefix: str) -> None:
+    """With the tensor names of the files, of transformers 5, and of a text model."""
     model = make_multimodal("mistral3", tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model, ["up_proj"], alpha=9.0)
     found = load_file(adapter / "adapter_model.safetensors")
@@ -224,8 +202,8 @@ def test_an_adapter_changes_the_text_part(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
-def test_quantized_text_parts(tmp_path: Path, method: str) -> None:
-    """The other parts, the head among them, are not quantized, as their writers leave them."""
+def test_quantized_text_part_gives_the_logits_of_its_numbers(tmp_path: Path, method: str) -> None:
+    """The other parts and the head are not quantized, as in published files."""
     model = make_multimodal("llava", tmp_path / "model")
     names = [name.removesuffix(".weight") for name in load_file(model / "model.safetensors")]
     leave = [name for name in names if ".layers." not in name or not name.startswith("language_model.")]
@@ -235,8 +213,8 @@ def test_quantized_text_parts(tmp_path: Path, method: str) -> None:
         made = as_awq(module, w) if method == "awq" else as_packed(module, w, symmetric=True, padded=False)
         return made, w.numbers()
 
-    told = AWQ if method == "awq" else compressed("pack-quantized")
-    stored, plain = make_quantized(model, tmp_path, told, layout, leave=leave)
+    method_config = AWQ if method == "awq" else compressed("pack-quantized")
+    stored, plain = make_quantized(model, tmp_path, method_config, layout, leave=leave)
     exact = {"dtype": "float32", "activations": "float32"}
     assert make_core(stored, **exact).info.quantization == ("AWQ (q4_k)" if method == "awq" else f"{method} (q4_0)")
     ours, wanted = logits(stored, **exact), logits(plain, **exact)

@@ -28,10 +28,10 @@ def tokens(count: int) -> list[int]:
 
 FIRST, SECOND = tokens(57), tokens(50)  # two documents
 SOURCE = [*tokens(5), *FIRST, *tokens(3), *SECOND, *tokens(17)]
-AT = 5, 5 + 57 + 3  # where they stand in SOURCE
+AT = 5, 5 + 57 + 3  # their positions in SOURCE
 TAIL = tokens(6)
 TURNED = [*tokens(11), *SECOND, *tokens(2), *FIRST, *TAIL]  # in another order
-TURNED_AT = 11 + 50 + 2, 11  # where they stand there
+TURNED_AT = 11 + 50 + 2, 11  # their positions there
 ANY = NonPrefixReuseParams(32, scope="me")
 OFFER = NonPrefixReuseParams(0, scope="me")
 FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3", "gemma4_e2b"]
@@ -57,7 +57,7 @@ def oracle_of(core: EngineCore, model: Path, request: EngineRequest) -> RawKeyOr
 
 
 def read(oracle: RawKeyOracle, ids: list[int]) -> list[int]:
-    """Add tokens behind those that are held; returns which ones they are."""
+    """Append tokens and return their indices."""
     first = len(oracle.held)
     for token in ids:
         count = len(oracle.held) + 1
@@ -68,7 +68,7 @@ def read(oracle: RawKeyOracle, ids: list[int]) -> list[int]:
 def reused_logits(
     oracle: RawKeyOracle, ids: list[int], head: int, *, source: list[int] = SOURCE
 ) -> list[torch.Tensor | None]:
-    """Of TURNED and what follows it, where both documents but for their heads come from SOURCE as they were there."""
+    """Return logits of TURNED and the tokens after it, with both documents except their first tokens reused from SOURCE."""
     there = read(oracle, source)
     oracle.held = []
     own: list[int | None] = []
@@ -96,7 +96,7 @@ def report_of(got: Finished) -> tuple[int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
-def test_documents_in_another_order_score_from_where_they_stand_now(
+def test_reordered_documents_equal_rotation_to_new_positions(
     family: str, recompute: float, models: dict[str, Path]
 ) -> None:
     core = core_of(models[family], max_num_batched_tokens=40)
@@ -134,12 +134,12 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_passages_under_every_scaling_and_only_under_the_same(name: str, models: dict[str, Path]) -> None:
+def test_passages_are_reused_under_the_same_scaling_only(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["short"])
     scaling = RopeScaling.from_dict(SCALINGS[name])
     request = greedy("a", TURNED, 14, reuse=ANY, rope_scaling=scaling, rope_update="frozen")
     assert run(core, [request])["a", 0].outputs[-1].context is None, "computed under other frequencies"
-    # As long as the other at most, so that frequencies that depend on it are the same.
+    # At most as long as the other, so that frequencies that depend on length are equal.
     longest = len(TURNED) + 14
     source = greedy("s", SOURCE, longest - len(SOURCE), reuse=OFFER, rope_scaling=scaling, rope_update="frozen")
     core = make_core(models["short"], max_model_len=256)
@@ -152,8 +152,8 @@ def test_passages_under_every_scaling_and_only_under_the_same(name: str, models:
 @pytest.mark.parametrize(
     "options", [{}, {"speculative_ngram": 4, "speculative_ngram_min": 1}, {"max_num_batched_tokens": 16}]
 )
-def test_in_one_layer_a_reused_prompt_is_the_computed_one(options: dict[str, Any], models: dict[str, Path]) -> None:
-    """A key of the first layer depends on its token alone."""
+def test_reused_prompt_of_one_layer_equals_the_computed_one(options: dict[str, Any], models: dict[str, Path]) -> None:
+    """A key of the first layer depends only on its token."""
     core = core_of(models["one layer"], **options)
     right = run(core, [greedy("whole", TURNED, 30)])["whole", 0]
     core = core_of(models["one layer"], **options)
@@ -164,17 +164,17 @@ def test_in_one_layer_a_reused_prompt_is_the_computed_one(options: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["one layer", pytest.param("one latent layer", marks=ON_A_CPU)])
-def test_int8_pages_are_reused_as_they_are(name: str, models: dict[str, Path]) -> None:
+def test_int8_passages_are_reused_unchanged(name: str, models: dict[str, Path]) -> None:
     core = core_of(models[name], kv_cache_dtype="int8")
     right = run(core, [greedy("whole", TURNED, 8)])["whole", 0]
     core = core_of(models[name], kv_cache_dtype="int8")
     got = run(core, [greedy("reused", TURNED, 8, reuse=ANY)])["reused", 0]
     assert report_of(got) == (2, 107)
     scale = torch.stack(right.logits).abs().max()
-    assert (got.logits[0] - right.logits[0]).abs().max() / scale < 0.05  # a key is rounded where it stood
+    assert (got.logits[0] - right.logits[0]).abs().max() / scale < 0.05  # a key is rounded at its first position
 
 
-def test_two_requests_and_two_samples_use_one_passage_at_different_places_at_once(models: dict[str, Path]) -> None:
+def test_concurrent_requests_and_samples_share_a_passage(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     other = [*TAIL, *FIRST, *TAIL]
     requests = [greedy("a", TURNED, 10, reuse=ANY), greedy("b", other, 10, reuse=ANY, n=2)]
@@ -187,8 +187,8 @@ def test_two_requests_and_two_samples_use_one_passage_at_different_places_at_onc
     assert report_of(together["a", 0]) == (2, 107)
 
 
-def test_an_answer_that_has_begun_does_not_come_to_stand_on_passages(models: dict[str, Path]) -> None:
-    """It found none, and lost its place to a request that brought them."""
+def test_started_answer_does_not_use_later_passages(models: dict[str, Path]) -> None:
+    """It found none, and was preempted by a request that computed them."""
     asked = greedy("a", TURNED, 60, reuse=ANY, priority=5)
     right = run(make_core(models["llama"], max_model_len=256), [asked])["a", 0]
     core = make_core(models["llama"], max_model_len=256, kv_cache_memory=18 * 16 << 10)
@@ -205,7 +205,7 @@ def test_an_answer_that_has_begun_does_not_come_to_stand_on_passages(models: dic
 
 
 def pages_of(core: EngineCore, blocks: list[int]) -> str:
-    """A digest of all that these blocks hold."""
+    """Return a digest of these blocks."""
     digest = hashlib.sha256()
     for layer in range(len(core.runner.decoder.spec.layers)):
         pages = core.runner.cache.pages(layer)
@@ -214,7 +214,7 @@ def pages_of(core: EngineCore, blocks: list[int]) -> str:
     return digest.hexdigest()
 
 
-def test_a_thousand_reuses_change_no_byte_of_a_page(models: dict[str, Path]) -> None:
+def test_thousand_reuses_change_no_byte_of_a_block(models: dict[str, Path]) -> None:
     core = core_of(models["one layer"])
     (pool,) = core.blocks.pools
     there = dict(pool.cached)
@@ -228,7 +228,7 @@ def test_a_thousand_reuses_change_no_byte_of_a_page(models: dict[str, Path]) -> 
     assert pages_of(core, list(there.values())) == before
 
 
-def test_what_is_computed_behind_a_passage_is_found_as_a_passage_and_never_as_a_prefix(models: dict[str, Path]) -> None:
+def test_blocks_after_a_passage_are_no_prefix(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     answer = run(core, [greedy("a", TURNED, 60, reuse=ANY)])["a", 0]
     following = run(core, [greedy("d", TURNED + answer.token_ids + TAIL, 4, reuse=ANY)])["d", 0]
@@ -240,7 +240,7 @@ def test_what_is_computed_behind_a_passage_is_found_as_a_passage_and_never_as_a_
     assert plain.token_ids == whole.token_ids
 
 
-def test_a_passage_stays_in_its_scope_and_a_span_in_its_edges(models: dict[str, Path]) -> None:
+def test_passages_respect_scopes_and_spans(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     for salt, reuse in enumerate(
         (NonPrefixReuseParams(32, scope="another"), NonPrefixReuseParams(58, scope="me"), OFFER, None)
@@ -266,14 +266,14 @@ def test_a_passage_stays_in_its_scope_and_a_span_in_its_edges(models: dict[str, 
         (NonPrefixReuseParams(0, ((-1, 4),)), "passages"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(reuse: NonPrefixReuseParams, param: str, models: dict[str, Path]) -> None:
+def test_invalid_reuse_options_are_refused(reuse: NonPrefixReuseParams, param: str, models: dict[str, Path]) -> None:
     core = make_core(models["one layer"], max_model_len=256)
     with pytest.raises(RequestError) as refusal:
         core.add(greedy("a", TURNED, 1, reuse=reuse))
     assert refusal.value.param == param and not core.has_work()
 
 
-def test_a_deterministic_server_reuses_nothing(models: dict[str, Path]) -> None:
+def test_deterministic_server_refuses_reuse(models: dict[str, Path]) -> None:
     core = core_of(models["one layer"], deterministic=True)
     with pytest.raises(RequestError, match="deterministic"):
         core.add(greedy("a", TURNED, 1, reuse=ANY))

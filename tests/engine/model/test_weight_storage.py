@@ -34,14 +34,14 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.mark.parametrize("columns", [32, 33, 64, 255, 256, 576, 1536])
 @pytest.mark.parametrize("name", [*FORMS, "q4_k:4", "q4_k:1"])
-def test_a_row_takes_what_the_kernels_allocate(name: str, columns: int, spec: ModelSpec) -> None:
+def test_row_size_equals_the_allocation_of_kernels(name: str, columns: int, spec: ModelSpec) -> None:
     head = replace(next(weight for weight in spec.weights() if weight.kind == "head"), shape=(16, columns))
     alone = replace(spec, vocab_size=16, hidden_size=columns, layers=())
     weight = BlockWeight.empty(16, columns, kernel_storage(name))  # type: ignore[arg-type]
     assert plan_bytes(alone, {head.name: (StoredPart(16, name),)}) == weight.nbytes
 
 
-def test_every_form_is_known() -> None:
+def test_every_form_has_a_size() -> None:
     assert set(BLOCK_SIZES) == set(FORMS)
     for name, size in BLOCK_SIZES.items():
         form = FORMS[name]
@@ -51,7 +51,7 @@ def test_every_form_is_known() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_every_matrix_is_planned_row_by_row(quantization: str, spec: ModelSpec) -> None:
+def test_every_row_of_a_matrix_is_planned(quantization: str, spec: ModelSpec) -> None:
     plan = plan_storage(spec, "bfloat16", quantization)
     planned = {weight.name: weight for weight in spec.weights() if len(weight.shape) > 1}
     assert plan.keys() == planned.keys()
@@ -61,13 +61,13 @@ def test_every_matrix_is_planned_row_by_row(quantization: str, spec: ModelSpec) 
     assert (block_formats(spec, plan) == []) == (quantization == "none")
 
 
-def test_a_tied_table_is_quantized_as_a_head() -> None:
+def test_tied_embedding_is_quantized_as_a_head() -> None:
     demo = describe_model(engine_config(DEMO)).spec
     assert demo.tied_embeddings
     assert [part.storage for part in plan_storage(demo, "float32", "int8")["embedding"]] == ["q8_0"]
 
 
-def test_neighbours_of_one_storage_are_one_part(spec: ModelSpec) -> None:
+def test_adjacent_rows_of_one_storage_are_one_part(spec: ModelSpec) -> None:
     prefix = "model.layers.1.self_attn."
     kept = {f"{prefix}{name}_proj.weight": form for name, form in (("q", "q4_k"), ("k", "q4_k"), ("v", "q6_k"))}
     plan = plan_storage(spec, "float32", "none", kept)
@@ -79,8 +79,8 @@ def test_neighbours_of_one_storage_are_one_part(spec: ModelSpec) -> None:
     assert list(made) == [weight.name for weight in spec.weights()]
 
 
-def test_heads_in_blocks_may_be_kept_in_another_plain_type(tmp_path: Path) -> None:
-    """All of a layer's or none: they are one tensor."""
+def test_latent_heads_in_blocks_may_have_another_plain_dtype(tmp_path: Path) -> None:
+    """All heads of a layer or none: they are one tensor."""
     latent = describe_model(engine_config(make_model("deepseek_v2", tmp_path))).spec
     stored = {weight.name: [one.name for one in weight.stored] for weight in latent.weights()}
     names = stored["layers.0.kv_up"] + stored["layers.0.out"]
@@ -112,7 +112,7 @@ def storages(spec: ModelSpec, weight: str, quantization: str = "int4") -> list[s
     return [part.storage for part in plan_storage(spec, "float32", quantization)[weight]]
 
 
-def test_a_narrow_model_gets_five_bits_where_four_would_cost_much() -> None:
+def test_narrow_model_has_five_bits_for_sensitive_weights() -> None:
     spec = read_spec(LLAMA | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3})
     assert storages(spec, "layers.3.qkv") == ["q5_k", "q6_k"]
     assert storages(spec, "layers.3.gate_up") == ["q4_k", "q5_k"]
@@ -120,7 +120,7 @@ def test_a_narrow_model_gets_five_bits_where_four_would_cost_much() -> None:
     assert storages(spec, "embedding") == ["q8_0"]
 
 
-def test_a_wide_model_gets_four_bits_but_for_values_the_head_and_half_of_down() -> None:
+def test_wide_model_has_four_bits_except_for_sensitive_weights() -> None:
     spec = read_spec(LLAMA)
     assert storages(spec, "layers.3.qkv") == ["q4_k", "q6_k"]
     assert storages(spec, "layers.3.gate_up") == ["q4_k"]
@@ -140,12 +140,12 @@ def test_a_wide_model_gets_four_bits_but_for_values_the_head_and_half_of_down() 
     ],
     ids=["135M", "1B"],
 )  # fmt: skip
-def test_it_takes_no_more_bytes_than_a_file_of_that_name(sizes: dict[str, int], q4_k_m: int) -> None:
+def test_recipe_is_not_larger_than_the_llama_cpp_file(sizes: dict[str, int], q4_k_m: int) -> None:
     spec = read_spec(LLAMA | sizes)
     assert plan_bytes(spec, plan_storage(spec, "float32", "int4")) <= q4_k_m
 
 
-def test_a_table_that_is_only_gathered_from_stays_and_the_head_does_not() -> None:
+def test_untied_embedding_is_not_quantized() -> None:
     spec = read_spec(LLAMA | {"tie_word_embeddings": False})
     for quantization in ("int8", "int4"):
         assert storages(spec, "embedding", quantization) == ["float32"]
@@ -153,7 +153,7 @@ def test_a_table_that_is_only_gathered_from_stays_and_the_head_does_not() -> Non
     assert storages(spec, "head", "int8") == ["q8_0"]
 
 
-def test_fused_tensors_are_rounded_as_one() -> None:
+def test_fused_tensors_have_one_form() -> None:
     phi = {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -168,8 +168,8 @@ def test_fused_tensors_are_rounded_as_one() -> None:
     assert storages(spec, "layers.0.gate_up") == ["q4_k"]
 
 
-def test_a_table_for_every_layer_is_rounded() -> None:
-    """It takes more than all else of such a model."""
+def test_per_layer_embedding_is_quantized() -> None:
+    """It is larger than the rest of such a model."""
     gemma = LLAMA | {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",

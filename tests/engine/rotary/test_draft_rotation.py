@@ -33,19 +33,19 @@ def group(dim: int, scaling: dict[str, Any] | None = None, **base: Any) -> Rotar
 
 @pytest.mark.parametrize("scaling", [*KINDS, YARN], ids=lambda kind: kind["rope_type"])
 @pytest.mark.parametrize("dims", [(128, 128), (128, 64), (64, 128)])
-def test_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -> None:
+def test_frequencies_are_interpolated_for_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -> None:
     source, target = group(dims[0]), group(dims[1])
     wanted = RopeScaling.from_dict(scaling)
     (found,) = DraftRotaryMapper([source], [target])([resolve(wanted, source.base, 6000)])
     right = resolve(wanted, target.base, 6000)
     assert found.rotary_scale == right.rotary_scale
-    # The ratio is interpolated linearly; YaRN rounds the ends of its ramp to pairs, which differ.
+    # The ratio is interpolated linearly. YaRN rounds the ends of its ramp to pairs, which differ.
     tolerance = 1e-12 if dims[0] == dims[1] else 0.4 if scaling is YARN else 0.08
     assert found.inv_freq == pytest.approx(right.inv_freq, rel=tolerance)
     assert max(abs(a / b - 1) for a, b in zip(right.inv_freq, target.base.unscaled(), strict=True)) > 0.5
 
 
-def test_a_models_own_rotation_is_the_draft_models_own() -> None:
+def test_the_own_scaling_of_a_model_is_that_of_its_draft_model() -> None:
     source, target = group(64, KINDS[3]), group(32, KINDS[0], rope_theta=1e4)
     transfer = DraftRotaryMapper([source], [target])
     assert transfer([resolve(source.scaling, source.base, 2048)]) == (resolve(target.scaling, target.base, 2048),)
@@ -54,14 +54,14 @@ def test_a_models_own_rotation_is_the_draft_models_own() -> None:
     assert found.inv_freq == pytest.approx(target.base.unscaled(), rel=1e-12)
 
 
-def test_frequencies_that_were_learned_stay() -> None:
+def test_learned_frequencies_are_unchanged() -> None:
     learned = RotaryGroup("full_attention", group(4, inv_freq=(1.0, 0.1)).base, RopeScaling("learned"))
     plain, scaled = group(4), resolve(RopeScaling.from_dict(KINDS[0]), group(4).base, 2048)
     assert DraftRotaryMapper([plain], [learned])([scaled]) == (resolve(learned.scaling, learned.base, 2048),)
     assert DraftRotaryMapper([learned], [plain])([scaled]) == (resolve(plain.scaling, plain.base, 2048),)
 
 
-def test_a_draft_model_sees_keys_as_far_as_it_knows_distances() -> None:
+def test_distances_are_transferred_if_the_draft_model_supports_them() -> None:
     chunks = RopeScaling.from_dict({"rope_type": "dual_chunk", "chunk_size": 1024})
     source, target = group(64), group(32, KINDS[0])
     spec = resolve(chunks, source.base, 2048)

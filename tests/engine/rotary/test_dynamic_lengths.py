@@ -1,4 +1,4 @@
-"""Frequencies that depend on a length use the request's own, not that of the batch, a chunk, another request or the server."""
+"""Dynamic frequencies depend on the length of the request, not on the batch, a chunk, another request or the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def uncached(directory: Path, n: float, tokens: list[int]) -> torch.Tensor:
-    """transformers' logits of `tokens` with its dynamic frequencies of length n, in one pass."""
+    """Return the logits of transformers with its dynamic frequencies of length n, in one pass."""
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=M)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=n)
@@ -47,12 +47,12 @@ def uncached(directory: Path, n: float, tokens: list[int]) -> torch.Tensor:
 
 def agrees(directory: Path, tokens: list[int], result: Finished, n: float) -> None:
     expected = uncached(directory, n, tokens + result.token_ids)[len(tokens) - 1 : -1]
-    # float32 frequencies in transformers cost up to 1e-5 here; another length costs 1e-1 and more.
+    # float32 frequencies of transformers cause errors up to 1e-5 here; another length causes 1e-1 and more.
     assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < 5e-5
 
 
-def test_a_short_request_beside_a_long_one(llama: Path) -> None:
-    """The batch's maximum would give both the long one's frequencies."""
+def test_a_short_request_with_a_long_one_in_its_batch(llama: Path) -> None:
+    """The maximum of the batch would give both the frequencies of the long one."""
     core = make_core(llama, rope_scaling=DYNAMIC, max_model_len=256, max_num_batched_tokens=64)
     tokens = {"long": prompt(120, 1), "short": prompt(30, 2)}
     results = run(core, [greedy(name, ids, 8) for name, ids in tokens.items()])
@@ -70,16 +70,16 @@ def test_a_short_request_after_a_long_one(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [5, 32, 256])
-def test_chunked_prefill_has_the_length_of_the_request(budget: int, llama: Path) -> None:
-    """Early chunks of a long prompt are short: their own length would give them other frequencies."""
+def test_chunked_prefill_uses_the_length_of_the_request(budget: int, llama: Path) -> None:
+    """The lengths of early chunks would give other frequencies."""
     core = make_core(llama, rope_scaling=DYNAMIC, max_model_len=256, max_num_batched_tokens=budget)
     tokens = prompt(100, 3)
-    # 140 tokens in the end, one grid point above the prompt's 100.
+    # 140 tokens at the end, one grid point above the 100 of the prompt.
     agrees(llama, tokens, run(core, [greedy("a", tokens, 40)])["a", 0], M * 2**1.25)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "top"])
-def test_dynamic_grows_from_the_trained_length_not_an_original_one(key: str) -> None:
+def test_dynamic_scaling_starts_at_the_trained_length(key: str) -> None:
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     config |= {"max_position_embeddings": M, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
     (config if key == "top" else config["rope_scaling"])["original_max_position_embeddings"] = 16
@@ -91,7 +91,7 @@ def test_dynamic_grows_from_the_trained_length_not_an_original_one(key: str) -> 
         np.testing.assert_allclose(resolve(group.scaling, group.base, length).inv_freq, expected, rtol=3e-6)
 
 
-def test_the_server_s_context_is_not_the_trained_length(llama: Path) -> None:
+def test_the_context_of_the_server_is_not_the_trained_length(llama: Path) -> None:
     request = greedy("a", prompt(100), 28)
     specs = [
         specs_of(make_core(llama, rope_scaling=DYNAMIC, max_model_len=length), request) for length in (128, 200, 1000)

@@ -1,4 +1,4 @@
-"""Cosines and sines of every kind, at positions up to ten million, against mpmath."""
+"""Cosines and sines of every scaling at positions up to ten million, against mpmath."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_angles_are_exact_at_any_position(kind: str, base: RotaryBase) -> None:
     np.testing.assert_allclose(rotation.sin[0].numpy(), sin, rtol=0, atol=1e-6)
 
 
-def test_the_plain_frequencies_themselves_are_exact() -> None:
+def test_plain_frequencies_are_exact() -> None:
     for theta, dim in ((1e4, 128), (5e5, 64), (1e6, 96)):
         got = resolve(RopeScaling(), RotaryBase(theta, dim, dim, 4096), 1).inv_freq
         with mpmath.workdps(30):

@@ -55,7 +55,7 @@ def recorded_batches(core: EngineCore) -> Iterator[list[ForwardBatch]]:
 
 
 def cached_keys(core: EngineCore, scaling: RopeScaling, tokens: list[int]) -> torch.Tensor:
-    """The first layer's cached keys of a prompt."""
+    """Return the cached keys of a prompt in the first layer."""
     with recorded_batches(core) as batches:
         run(core, [greedy("a", tokens, 1, rope_scaling=scaling)])
     keys = core.runner.cache.pages(0).key.flatten(0, 1)
@@ -68,8 +68,8 @@ def exact(function: Any, position: int, frequencies: tuple[float, ...]) -> list[
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path) -> None:
-    """Positions, frequencies, angles or tables in the weights' dtype would be off by up to 2 (everything) from position 4k."""
+def test_16_bit_models_have_exact_rotations(dtype: str, llama: Path) -> None:
+    """Positions, frequencies, angles or tables in 16 bits would have errors of up to 2 from position 4k on."""
     core = make_core(llama, dtype=dtype)
     request = greedy("a", prompt(40), 4)
     (spec,) = specs_of(core, request)
@@ -86,7 +86,7 @@ def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) -> None:
-    """With cosines in the weights' dtype half of all cached keys would be different numbers."""
+    """With cosines in 16 bits, half of all cached keys would differ."""
     core = make_core(llama, dtype=dtype)
     keys = cached_keys(
         core, RopeScaling(), [7] * 60
@@ -100,7 +100,7 @@ def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) -> None:
+def test_positions_beyond_the_integers_of_float32(dtype: str, llama: Path) -> None:
     """float32 cannot represent 2^24 + 1, and bfloat16 cannot represent 257."""
     core = make_core(llama, dtype=dtype)
     (spec,) = specs_of(core, greedy("a", prompt(4), 1))
@@ -119,8 +119,8 @@ def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) 
             np.testing.assert_allclose(sin[t], exact(mpmath.sin, first + t, spec.inv_freq), rtol=0, atol=2e-6)
 
 
-def test_cached_keys_carry_no_attention_factor(llama: Path) -> None:
-    """Keys multiplied by it cannot be re-rotated, nor shared with a scaling that differs in it alone."""
+def test_cached_keys_have_no_attention_factor(llama: Path) -> None:
+    """Multiplied keys could not be rotated again, or shared between scalings that differ only in the factor."""
     fields = {"rope_type": "yarn", "factor": 4.0}
     tokens = prompt(30)
     unit, large = (
@@ -137,8 +137,8 @@ def test_cached_keys_carry_no_attention_factor(llama: Path) -> None:
     assert not torch.allclose(large, plain)
 
 
-def test_scores_take_its_square_on_rotated_dimensions_only(glm: Path) -> None:
-    """Glm rotates half of each head; transformers multiplies cosines and sines, so unrotated dimensions see no factor."""
+def test_the_squared_attention_factor_applies_to_rotated_dimensions_only(glm: Path) -> None:
+    """Glm rotates half of each head, and transformers multiplies only cosines and sines."""
     scaling = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.7})
     core = make_core(glm)
     request = greedy("a", prompt(40), 6, rope_scaling=scaling)

@@ -1,4 +1,4 @@
-"""Any finite numbers in a scaling give frequencies in range or one error that names the field."""
+"""Finite numbers in a scaling give frequencies in range, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_extreme_numbers_in_any_field_are_used_or_refused(kind: str) -> None:
         {"use_sliding_window": "false"},
     ],
 )
-def test_senseless_numbers_in_config_json_are_one_short_line(config: dict[str, Any]) -> None:
+def test_invalid_numbers_in_config_json_give_one_short_line(config: dict[str, Any]) -> None:
     with pytest.raises(LoadError) as caught:
         read_rotary_groups({"model_type": "qwen2", "max_position_embeddings": 64, **config})
     assert next(iter(config)) in str(caught.value)
     assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
 
 
-def test_the_fingerprint_of_a_report_covers_every_group() -> None:
+def test_the_fingerprint_of_a_report_includes_every_group() -> None:
     config = {"model_type": "gemma3_text", "max_position_embeddings": 64, "head_dim": 16}
     groups = read_rotary_groups(config)
     assert len(groups) == 2

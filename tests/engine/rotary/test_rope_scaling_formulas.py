@@ -1,4 +1,4 @@
-"""Every kind of rotary scaling against an independent float64 formula, transformers' own functions and known facts."""
+"""Every kind of rotary scaling against independent float64 formulas, transformers, and published examples."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     # On a model that rotates every dimension, proportional leaves no zeros.
     ({"rope_type": "proportional", "factor": 8.0}, 1),
     ({"rope_type": "proportional"}, 1),
-    # Chunks change distances; the frequencies within them are plain, or YaRN's.
+    # Chunks change distances. The frequencies are plain, or those of YaRN.
     ({"rope_type": "dual_chunk"}, 1),
     ({"rope_type": "dual_chunk", "chunk_size": 3000, "local_size": 64, "rope_theta": 5e4}, 100_000),
     ({"rope_type": "dual_chunk", "factor": 4.0, "beta_fast": 16.0, "length_scores": True}, 100_000),
@@ -91,7 +91,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("obj", "length"), CASES)
-def test_kind_matches_the_formula(obj: dict[str, Any], length: int) -> None:
+def test_scaling_equals_its_formula(obj: dict[str, Any], length: int) -> None:
     expected, attention = by_formula(obj, length)
     got = spec(obj, length)
     np.testing.assert_allclose(got.inv_freq, expected, rtol=1e-12)
@@ -99,7 +99,7 @@ def test_kind_matches_the_formula(obj: dict[str, Any], length: int) -> None:
 
 
 def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
-    """transformers' function of the kind, on a fresh config (its dynamic state leaks between calls of a module)."""
+    """Call the function of transformers on a new config, since its dynamic state is kept between calls of a module."""
     factor = 1.0 if obj["rope_type"] == "proportional" else None
     given = {"rope_theta": BASE.rope_theta, "original_max_position_embeddings": BASE.trained_len, "factor": factor}
     given |= obj
@@ -114,14 +114,14 @@ def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarr
     [
         (obj, length)
         for obj, length in CASES
-        # transformers has no ntk, no alpha in this function, and ignores PhiMoE's magnitudes.
+        # transformers has no ntk, no alpha in this function, and ignores the magnitudes of PhiMoE.
         # The plain frequencies are in each of its models: see test_config_names.
         if obj["rope_type"] not in ("default", "ntk", "dual_chunk", "self_extend", "rerope", "log_n")
         and "alpha" not in obj
         and "short_mscale" not in obj
     ],
 )
-def test_kind_matches_transformers(obj: dict[str, Any], length: int) -> None:
+def test_scaling_equals_transformers(obj: dict[str, Any], length: int) -> None:
     at = length
     if obj["rope_type"] == "dynamic":
         at = effective_length(RopeScaling.from_dict(obj), BASE, length)
@@ -160,7 +160,7 @@ LEARNED = RotaryBase(1e4, 32, 32, 4096, inv_freq=LEARNED_W)
         ({"rope_type": "linear", "factor": 8.0}, 8.0),
     ],
 )
-def test_proportional_keeps_the_exponents_of_the_whole_head(obj: dict[str, Any], stretch: float | None) -> None:
+def test_proportional_uses_the_exponents_of_the_entire_head(obj: dict[str, Any], stretch: float | None) -> None:
     w = 1e6 ** (-np.arange(0, 32, 2) / 32) / (stretch or 1.0)
     w[4:] = 0
     np.testing.assert_allclose(spec(obj, base=PROPORTIONAL).inv_freq, w, rtol=1e-13)
@@ -172,14 +172,14 @@ def test_proportional_keeps_the_exponents_of_the_whole_head(obj: dict[str, Any],
 
 
 @pytest.mark.parametrize("obj", [case for case, _ in CASES if case["rope_type"] != "longrope"])
-def test_pairs_that_never_turn_stay_so_under_every_kind(obj: dict[str, Any]) -> None:
+def test_unrotated_pairs_stay_unrotated_under_every_scaling(obj: dict[str, Any]) -> None:
     obj = {key: value for key, value in obj.items() if key != "mrope_section"}
     got = np.array(spec(obj, 9000, PROPORTIONAL).inv_freq)
     whole = np.array(spec(obj, 9000, RotaryBase(1e6, 32, 32, 4096)).inv_freq)
     np.testing.assert_array_equal(got, np.where(np.arange(16) < 4, whole, 0))
 
 
-def test_learned_frequencies_take_the_place_of_a_base() -> None:
+def test_learned_frequencies_replace_the_base() -> None:
     w = np.array(LEARNED_W)
     assert spec({"rope_type": "default"}, base=LEARNED).inv_freq == LEARNED_W
     assert spec({"rope_type": "learned"}, base=LEARNED).inv_freq == LEARNED_W
@@ -207,7 +207,7 @@ PARTIAL = RotaryBase(1e4, 64, 32, 4096)
         (LEARNED, {"ntk", "dynamic", "yarn", "proportional"}),
     ],
 )
-def test_a_kind_the_model_cannot_run_is_refused_with_those_it_can(base: RotaryBase, refused: set[str]) -> None:
+def test_refusals_list_the_supported_kinds(base: RotaryBase, refused: set[str]) -> None:
     examples = {obj["rope_type"]: obj for obj, _ in CASES} | {"learned": {"rope_type": "learned"}}
     examples["dual_chunk"] = {"rope_type": "dual_chunk"}
     examples["longrope"] = {
@@ -228,13 +228,13 @@ def test_a_kind_the_model_cannot_run_is_refused_with_those_it_can(base: RotaryBa
         assert not any(f" {kind}" in caught.value.message.split("use one of")[1].split(",") for kind in refused)
 
 
-def test_theta_means_nothing_to_learned_frequencies() -> None:
+def test_theta_is_refused_with_learned_frequencies() -> None:
     with pytest.raises(RequestError, match="learned") as caught:
         check(RopeScaling.from_dict({"rope_type": "default", "rope_theta": 1e5}), LEARNED, param="x")
     assert caught.value.param == "x.rope_theta"
 
 
-def test_mrope_is_the_plain_rotation_on_text() -> None:
+def test_mrope_equals_the_plain_rotation_on_text() -> None:
     old = {"type": "mrope", "mrope_section": [8, 12, 12]}
     assert RopeScaling.from_dict(old) == RopeScaling.from_dict({**old, "type": "default"})
     assert spec(old).fingerprint == spec({"rope_type": "default"}).fingerprint
@@ -284,7 +284,7 @@ def test_llama2_yarn_ramp() -> None:
 # --- length -----------------------------------------------------------------------------------------------------------
 
 
-def test_dynamic_freezes_on_the_grid() -> None:
+def test_dynamic_frequencies_change_at_grid_points() -> None:
     scaling = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     for length, expected in [
         (1, 4096),
@@ -302,7 +302,7 @@ def test_dynamic_freezes_on_the_grid() -> None:
     assert resolve(scaling, BASE, 10) == spec({"rope_type": "default"})
 
 
-def test_which_kinds_depend_on_length() -> None:
+def test_kinds_that_depend_on_the_length() -> None:
     depends = {
         "default": False,
         "linear": False,
@@ -328,7 +328,7 @@ def test_which_kinds_depend_on_length() -> None:
 
 
 @pytest.mark.parametrize(("obj", "length"), CASES)
-def test_old_names_mean_the_same(obj: dict[str, Any], length: int) -> None:
+def test_old_names_are_equivalent(obj: dict[str, Any], length: int) -> None:
     old = {("type" if key == "rope_type" else key): value for key, value in obj.items()}
     assert RopeScaling.from_dict(old) == RopeScaling.from_dict(obj) == RopeScaling.from_dict({**obj, **old})
     if obj["rope_type"] == "longrope":
@@ -336,7 +336,7 @@ def test_old_names_mean_the_same(obj: dict[str, Any], length: int) -> None:
 
 
 @pytest.mark.parametrize(("obj", "length"), CASES)
-def test_objects_survive_the_round_trip_hash_and_pickle(obj: dict[str, Any], length: int) -> None:
+def test_objects_are_equal_after_a_round_trip_and_pickling(obj: dict[str, Any], length: int) -> None:
     scaling = RopeScaling.from_dict(obj)
     assert scaling.to_dict() == obj
     again = RopeScaling.from_dict(scaling.to_dict())
@@ -347,7 +347,7 @@ def test_objects_survive_the_round_trip_hash_and_pickle(obj: dict[str, Any], len
     assert pickle.loads(pickle.dumps(resolved)).fingerprint == resolved.fingerprint
 
 
-def test_null_means_absent() -> None:
+def test_null_equals_absent() -> None:
     obj = {"rope_type": "yarn", "factor": 4.0, "attention_factor": None, "beta_fast": None, "type": None}
     assert RopeScaling.from_dict(obj).to_dict() == {"rope_type": "yarn", "factor": 4.0}
 
@@ -368,7 +368,7 @@ def test_nested_objects() -> None:
         resolve(scaling, BASE, 1)
 
 
-def test_fingerprint_covers_both_parts() -> None:
+def test_fingerprint_includes_both_parts() -> None:
     specs = [
         RotarySpec((1.0, 0.5)),
         RotarySpec((1.0, 0.25)),
@@ -380,7 +380,7 @@ def test_fingerprint_covers_both_parts() -> None:
     assert len(specs[0].fingerprint) == 64
 
 
-def test_importing_it_loads_no_torch() -> None:
+def test_importing_the_module_loads_no_torch() -> None:
     code = (
         "import sys\n"
         "import windlass.engine.rotary.rope_scaling, windlass.engine.rotary.rope_scaling, windlass.engine.interface.outputs\n"
@@ -470,7 +470,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"sliding_attention": {**YARN, "factor": 0}}, ".sliding_attention.factor", "greater than 0"),
     ],
 )
-def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: str) -> None:
+def test_refusals_name_the_field_and_the_remedy(obj: Any, param: str, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         RopeScaling.from_dict(obj, param="rope_scaling")
     assert caught.value.param == f"rope_scaling{param}"
@@ -496,13 +496,13 @@ def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: 
         (-(10**400), "got a huge integer"),
     ],
 )
-def test_values_are_shown_in_json_s_names(value: Any, shown: str) -> None:
+def test_values_are_shown_as_json(value: Any, shown: str) -> None:
     with pytest.raises(RequestError, match=f"{shown}$"):
         RopeScaling.from_dict({"rope_type": "linear", "factor": value})
 
 
 @pytest.mark.parametrize(("value", "shown"), [(None, "null"), ([YARN], "a list"), (False, "false"), (4, "4")])
-def test_what_is_no_object_is_shown_in_json_s_names(value: Any, shown: str) -> None:
+def test_values_that_are_no_objects_are_shown_as_json(value: Any, shown: str) -> None:
     with pytest.raises(RequestError) as caught:
         RopeScaling.from_dict(value)
     example = '{"rope_type": "yarn", "factor": 4}'
@@ -534,7 +534,7 @@ def test_what_is_no_object_is_shown_in_json_s_names(value: Any, shown: str) -> N
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e30}, ".attention_factor", "must lie between"),
     ],
 )
-def test_check_refuses_what_does_not_fit_the_model(obj: dict[str, Any], param: str, says: str) -> None:
+def test_check_refuses_scalings_unsuitable_for_the_model(obj: dict[str, Any], param: str, says: str) -> None:
     scaling = RopeScaling.from_dict(obj)
     with pytest.raises(RequestError) as caught:
         check(scaling, BASE, param="rope")
@@ -549,8 +549,8 @@ def test_check_accepts_every_case() -> None:
 
 
 @pytest.mark.parametrize("trained", [71, 4096, 32_000, 128_000, 1_010_000])
-def test_exact_lengths_are_those_of_the_request(trained: int) -> None:
-    """One token less, and a request of that length would be computed again for its next token although its window is full."""
+def test_exact_lengths_equal_those_of_the_request(trained: int) -> None:
+    """With one token less, a request would be recomputed for its next token although its window is full."""
     base = RotaryBase(rope_theta=10_000.0, head_dim=DIM, rotary_dim=DIM, trained_len=trained)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     for length in (1, trained, trained + 1, *range(trained + 7, 2 * trained, max(1, trained // 501))):

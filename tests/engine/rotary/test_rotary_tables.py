@@ -1,4 +1,4 @@
-"""Rows and their reference counts; cosines and sines at positions where float32 angles are useless."""
+"""Rotary rows with reference counts, and cosines and sines at positions beyond the precision of float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec(base: RotaryBase = BASE, **obj: object) -> RotarySpec:
 
 
 def exact_cos_sin(frequency: float, position: int) -> tuple[float, float]:
-    """From the exact rational angle, reduced by a 60-digit 2 pi: no floating-point rounding before the last step."""
+    """Compute from the exact rational angle, reduced by 2 pi with 60 digits, rounded only in the last step."""
     two_pi = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
     angle = Fraction(frequency) * position
     rest = float(angle - (angle // two_pi) * two_pi)
@@ -44,7 +44,7 @@ def test_angles_are_exact_at_ten_million_tokens(theta: float) -> None:
             cos, sin = exact_cos_sin(frequency, position)
             worst = max(worst, abs(float(out.cos[0, t, j]) - cos), abs(float(out.sin[0, t, j]) - sin))
     assert worst < 3e-7
-    # The same in float32 throughout is wrong in the first decimal, which this test would detect.
+    # float32 throughout is wrong in the first decimal, which this test would detect.
     narrow = np.float32(9_999_999) * np.array(spec(base).inv_freq, dtype=np.float32)
     assert np.abs(np.cos(narrow) - out.cos[0, 5].numpy()).max() > 0.1
 
@@ -60,13 +60,13 @@ def test_shapes_dtypes_and_scales() -> None:
     squared = spec(rope_type="yarn", factor=4.0).rotary_scale ** 2
     assert squared > 1.2
     np.testing.assert_allclose(rotation.q_scale[0], [squared, 1.0, squared], rtol=1e-6)
-    # Cosines and sines stay at unit scale, whatever the attention factor.
+    # Cosines and sines have unit scale for any attention factor.
     np.testing.assert_allclose(rotation.cos**2 + rotation.sin**2, np.ones((1, 3, 64)), rtol=1e-6)
     empty = tables.cos_sin(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     assert empty.cos.shape == (1, 0, 64)
 
 
-def test_a_batch_mixes_rows() -> None:
+def test_a_batch_may_use_several_rows() -> None:
     tables = RotaryTables(8, [BASE], select_backend("cpu"))
     specs = [spec(rope_type="linear", factor=float(f)) for f in (1, 2, 4)]
     rows = [tables.acquire([one]) for one in specs]
@@ -80,7 +80,7 @@ def test_a_batch_mixes_rows() -> None:
         assert torch.equal(alone.sin[:, 0], together.sin[:, t])
 
 
-def test_groups_are_padded_with_pairs_that_do_not_turn() -> None:
+def test_groups_are_padded_with_unrotated_pairs() -> None:
     narrow = RotaryBase(1e4, 64, 32, 4096)
     tables = RotaryTables(4, [BASE, narrow], select_backend("cpu"))
     row = tables.acquire([spec(), spec(narrow)])
@@ -107,7 +107,7 @@ def test_equal_specs_share_a_row_until_the_last_release() -> None:
     np.testing.assert_array_equal(tables.inv_freq[0, other].numpy(), expected)
 
 
-def test_a_freed_row_is_written_anew() -> None:
+def test_a_freed_row_is_reused() -> None:
     narrow = RotaryBase(1e4, 64, 32, 4096)
     tables = RotaryTables(1, [BASE, narrow], select_backend("cpu"))
     for factor in (2.0, 3.0):
@@ -121,7 +121,7 @@ def test_a_freed_row_is_written_anew() -> None:
 
 
 class _Full(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """No allocation on the device, which is simulated by tensors without data: these can be written to and viewed."""
+    """Refuse allocations on a device that is simulated by tensors without data, which can be written and viewed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -131,7 +131,7 @@ class _Full(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def test_a_new_row_takes_no_memory_of_the_device() -> None:
+def test_a_new_row_allocates_no_device_memory() -> None:
     device: Any = SimpleNamespace(device=torch.device("meta"))
     tables = RotaryTables(2, [BASE, RotaryBase(1e4, 64, 32, 4096)], device)
     with _Full():
@@ -141,7 +141,7 @@ def test_a_new_row_takes_no_memory_of_the_device() -> None:
         tables.write(1, [spec(), spec(RotaryBase(1e4, 64, 32, 4096))])
 
 
-def test_a_full_table_and_wrong_specs_are_errors_that_change_nothing() -> None:
+def test_a_full_table_and_invalid_specs_are_refused_without_changes() -> None:
     tables = RotaryTables(1, [BASE], select_backend("cpu"))
     row = tables.acquire([spec()])
     with pytest.raises(RuntimeError, match="all 1 rotary rows"):

@@ -1,4 +1,4 @@
-"""Automatic scaling: the model's own thresholds by kind, configured ones, and errors."""
+"""Automatic scaling: thresholds of the model by kind, configured ones, and errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OWN: dict[str, tuple[dict[str, Any] | None, RotaryBase, dict[int, dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_a_models_own_steps(kind: str) -> None:
+def test_thresholds_of_the_model(kind: str) -> None:
     own, base, expected = OWN[kind]
     for length, wanted in expected.items():
         plan = planner(own, base=base).plan(length, AUTO)
@@ -90,8 +90,8 @@ def test_a_models_own_steps(kind: str) -> None:
         assert stage.choice.up_to is None or stage.choice.up_to >= length
 
 
-def test_the_first_step_is_no_scaling_at_all() -> None:
-    """To the bit: frequencies, attention factor, and so fingerprint and cached prefixes."""
+def test_the_first_threshold_has_no_scaling() -> None:
+    """Frequencies and attention factor are equal, and therefore the fingerprint and cached prefixes."""
     alone = RotaryPlanner(groups()).plan(100).stage(100)
     assert planner().plan(100, AUTO).stage(100).specs == alone.specs
 
@@ -105,7 +105,7 @@ def test_the_first_step_is_no_scaling_at_all() -> None:
     ],
 )
 def test_lengths_at_which_the_choice_changes(own: dict[str, Any] | None, ends: list[int]) -> None:
-    """Frequencies change right after each threshold and at no other length, as `up_to` reports."""
+    """Frequencies change directly after each threshold and at no other length, as `up_to` reports."""
     climbing = planner(own)
     specs = [climbing.plan(length, AUTO).stage(1).specs for length in range(1, 1025)]
     changes = [length for length in range(1, 1024) if specs[length] != specs[length - 1]]
@@ -116,7 +116,7 @@ def test_lengths_at_which_the_choice_changes(own: dict[str, Any] | None, ends: l
         assert choice.up_to == next((end for end in ends if end >= length), None)
 
 
-def test_under_recompute_and_rotate_the_choice_follows_the_context() -> None:
+def test_the_choice_follows_the_context_with_recompute_and_rotate() -> None:
     for policy in ("recompute", "rotate"):
         plan = planner().plan(1000, AUTO, policy)
         assert plan.policy == policy
@@ -130,21 +130,21 @@ def test_under_recompute_and_rotate_the_choice_follows_the_context() -> None:
         assert plan.report(plan.stage(200), 1).auto == {"length": None, "up_to": 256}
 
 
-def test_two_groups_scale_the_global_layers_alone() -> None:
+def test_only_global_layers_of_two_groups_are_scaled() -> None:
     local = RotaryGroup("sliding_attention", RotaryBase(1e3, 16, 16, M), RopeScaling())
     model = (local, *groups({"rope_type": "linear", "factor": 8.0}))
     plan = RotaryPlanner(model, ladder=model_thresholds(model, 1024)).plan(200, AUTO)
     assert [group.scaling.get("factor") for group in plan.groups] == [None, 16.0]
 
 
-def test_auto_starts_from_the_model_not_from_the_servers_default() -> None:
+def test_auto_ignores_the_default_of_the_server() -> None:
     model, served = groups(), groups({"rope_type": "linear", "factor": 2.0})
     climbing = RotaryPlanner(served, ladder=model_thresholds(model, 1024))
     assert chosen(climbing.plan(100)) == {"rope_type": "linear", "factor": 2.0}
     assert chosen(climbing.plan(100, AUTO)) == {"rope_type": "default"}
 
 
-def test_as_the_servers_default_it_is_for_requests_that_say_nothing() -> None:
+def test_auto_as_the_default_of_the_server() -> None:
     model = groups()
     climbing = RotaryPlanner(model, None, model_thresholds(model, 1024), auto=True)
     assert chosen(climbing.plan(200)) == YARN2
@@ -159,7 +159,7 @@ def steps(*given: tuple[int | None, dict[str, Any] | None]) -> tuple[ScalingThre
     return tuple(ScalingThreshold(up_to, scaling(obj), obj and obj["rope_type"]) for up_to, obj in given)
 
 
-def test_an_operators_steps_hold_in_place_of_the_models() -> None:
+def test_configured_thresholds_replace_those_of_the_model() -> None:
     model = groups(LONGROPE)
     given = steps((50, None), (400, YARN4), (900, {"rope_type": "linear", "factor": 4.0}))
     climbing = RotaryPlanner(model, ladder=make_thresholds(model, given, 2048, "--x"))
@@ -196,20 +196,20 @@ def test_an_operators_steps_hold_in_place_of_the_models() -> None:
         ((), "has 0 steps"),
     ],
 )  # fmt: skip
-def test_steps_that_are_no_ladder(given: Any, says: str) -> None:
+def test_unordered_thresholds_are_refused(given: Any, says: str) -> None:
     with pytest.raises(LoadError) as caught:
         checked_thresholds(groups(), steps(*given), "--x")
     assert says in str(caught.value)
 
 
-def test_factors_may_stay_and_the_last_step_may_be_open() -> None:
+def test_equal_factors_and_an_open_last_threshold_are_valid() -> None:
     given = steps((256, YARN2), (512, YARN2), (None, {"rope_type": "dynamic", "factor": 2.0}))
     with pytest.raises(LoadError, match="step 3 scales by 1"):
         checked_thresholds(groups(), given, "--x")
     assert checked_thresholds(groups(), steps((256, YARN2), (None, YARN2)), "--x").end is None
 
 
-def test_scores_that_go_by_the_length_are_fixed_on_arrival_whenever_a_step_is_come_to() -> None:
+def test_length_dependent_scores_are_fixed_on_arrival() -> None:
     given = steps((M, None), (None, {"rope_type": "dual_chunk", "length_scores": True}))
     climbing = RotaryPlanner(groups(), ladder=make_thresholds(groups(), given, 1024, "--x"))
     plan = climbing.plan(4 * M, AUTO, "recompute")

@@ -1,4 +1,4 @@
-"""The penalty on repeats (DRY) against its definition in float64, however the text arrived, and its effect on sampling."""
+"""The DRY penalty on repetitions against its definition in float64, and its effect on sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.kernels.torch.torch_backend import TorchBackend
 
 
 def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:
-    """The decrease of each token, by comparing the end of the text with every position, one token at a time."""
+    """Return the decrease of each token, by comparing the end of the text with every position."""
     breakers = [*((token,) for token in s.breaker_ids), *s.breaker_sequences]
     ends = [e for e in range(1, len(text) + 1) if any(tuple(text[max(0, e - len(b)) : e]) == b for b in breakers)]
     first = max(0, len(text) - s.last_n)
@@ -63,7 +63,7 @@ penalties = st.builds(
 
 @given(penalties, st.lists(st.integers(0, 4), max_size=90), st.data())
 @settings(max_examples=400, deadline=None)
-def test_equals_the_definition_in_whatever_pieces_the_text_comes(
+def test_the_penalty_equals_its_definition_for_text_in_any_pieces(
     s: RepeatPenalty, text: list[int], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {len(text)})
@@ -78,7 +78,7 @@ def test_equals_the_definition_in_whatever_pieces_the_text_comes(
 @pytest.mark.parametrize(
     "last_n", [7, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
 )
-def test_long_texts_slide_through_the_window(last_n: int) -> None:
+def test_texts_longer_than_the_window(last_n: int) -> None:
     rng = random.Random(last_n)
     s = RepeatPenalty(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))
     phrases = [[rng.randrange(9) for _ in range(rng.randrange(1, 40))] for _ in range(5)] + [[9]]
@@ -92,15 +92,15 @@ def test_long_texts_slide_through_the_window(last_n: int) -> None:
     assert penalised > 10
 
 
-def test_the_example_of_the_published_definition() -> None:
-    """a b c c b c y a b c: c would make it four, b two and y three tokens."""
+def test_the_published_example() -> None:
+    """In `a b c c b c y a b c`, c would repeat four tokens, b two and y three."""
     a, b, c, y = 1, 2, 3, 4
     repeats = DryPenalty(RepeatPenalty(1.0, 2.0, 1, 100))
     repeats.update([a, b, c, c, b, c, y, a, b, c])
     assert found(repeats) == {c: 4.0, b: 1.0, y: 2.0}
 
 
-def test_a_text_of_one_token_is_as_long_a_repeat_as_it_can_be() -> None:
+def test_a_text_of_one_repeated_token() -> None:
     repeats = DryPenalty(RepeatPenalty(1.0, 1.001, 2, 32768))
     repeats.update([5] * 40_000)
     assert found(repeats)[5] == pytest.approx(1.001 ** (32767 - 2), rel=1e-6)
@@ -114,7 +114,7 @@ def one(seq_id: int, text: Sequence[int], **sampling: Any) -> SampleSlot:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_penalty_comes_after_biases_and_the_other_penalties(compiled: bool) -> None:
+def test_the_penalty_follows_biases_and_other_penalties(compiled: bool) -> None:
     backend = select_backend("cpu") if compiled else TorchBackend(BackendOptions(torch.device("cpu")))
     logits = torch.zeros(1, 20)
     logits[0, 4], logits[0, 7] = 6.0, 4.0
@@ -128,13 +128,13 @@ def test_the_penalty_comes_after_biases_and_the_other_penalties(compiled: bool) 
 
     assert token(logit_bias={7: -0.1}) == 4
     assert token(logit_bias={7: 0.1}) == 7
-    # 6 / 1.4 - 2 is above 2.2, (6 - 2) / 1.4 would be above 2.8.
+    # 6 / 1.4 - 2 is above 2.2; (6 - 2) / 1.4 would be above 2.8.
     assert token(repetition_penalty=1.4, logit_bias={7: -1.8}) == 4
     assert token(repetition_penalty=1.4, logit_bias={7: -1.5}) == 7
     assert token(allowed_token_ids=(4,)) == 4
 
 
-def test_proposed_tokens_count_as_those_that_stand_in_the_text() -> None:
+def test_proposed_tokens_count_as_tokens_of_the_text() -> None:
     s = RepeatPenalty(0.7, 1.5, 1)
     text, draft = [1, 2, 3, 1, 2, 4, 1], (2, 3, 1)
     repeats = DryPenalty(s)

@@ -1,4 +1,4 @@
-"""Grammar-constrained samples match their grammar, and nothing else about sampling changes."""
+"""Constrained samples match their grammar, and the rest of sampling does not change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCHEMA = {
 }
 OBJECT = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False})
 DATE = LLMatcher.grammar_from_regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-# The same words over and over, so that proposals are made, and some of them accepted.
+# Repeated words, so that tokens are proposed and some of them accepted.
 LOOP = LLMatcher.grammar_from_lark('start: ("red" | "green" | "blue") (" and " ("red" | "green" | "blue")){20}')
 
 
@@ -75,8 +75,8 @@ def core() -> EngineCore:
     return make_core(DEMO)
 
 
-def test_every_sample_matches_and_company_changes_none(core: EngineCore) -> None:
-    """Greedy and random, several samples of one prompt, filters and penalties, together with streams without a grammar."""
+def test_samples_match_their_grammar_and_do_not_depend_on_others(core: EngineCore) -> None:
+    """Greedy and random samples, several of one prompt, with filters and penalties, and streams without a grammar."""
 
     def requests() -> list[EngineRequest]:
         return [
@@ -94,7 +94,7 @@ def test_every_sample_matches_and_company_changes_none(core: EngineCore) -> None
         elif name != "free":
             check_object(text(sample))
     assert len({text(together["drawn", i]) for i in range(4)}) > 1
-    # Log-probabilities are the model's own: alternatives that the grammar forbids are among them.
+    # Log-probabilities are those of the model, including alternatives that the grammar forbids.
     entries = [entry for output in together["narrow", 0].outputs for entry in output.logprobs or ()]
     assert any(entry.rank > 5 for entry in entries)
     for request in requests():
@@ -107,8 +107,8 @@ def bits_of(mask: bytes) -> set[int]:
     return {i for i in range(VOCAB) if mask[i // 8] >> (i % 8) & 1}
 
 
-def test_masks_are_what_the_matcher_would_take() -> None:
-    """After every token of a text, forwards and backwards, the mask equals that of a matcher which has read just that text."""
+def test_masks_equal_those_of_a_new_matcher() -> None:
+    """Compare after every token of a text, forwards and backwards, with a matcher that has read exactly that text."""
     compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
     masks = GrammarMasks(compiler)
     said = TOKENIZER.encode('{"name":"ab","count":42,"tags":["red"]}', add_special_tokens=False).ids
@@ -142,7 +142,7 @@ def test_masks_are_what_the_matcher_would_take() -> None:
 
 
 class Watched:
-    """A matcher that notes in which thread its masks are made, and after how many tokens; its copies note in the same list."""
+    """Records the thread of each mask and the number of tokens before it, in one list for all copies."""
 
     def __init__(self, inner: Any, notes: list[tuple[str, int]]) -> None:
         self._inner, self._notes, self._taken = inner, notes, 0
@@ -163,7 +163,7 @@ class Watched:
         return Watched(self._inner.deep_copy(), self._notes)
 
 
-def test_the_first_mask_is_made_with_the_grammar_and_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_mask_is_computed_with_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[tuple[str, int]] = []
     monkeypatch.setattr(llguidance, "LLMatcher", lambda *a, **fields: Watched(LLMatcher(*a, **fields), notes))
     core = make_core(DEMO)
@@ -175,7 +175,7 @@ def test_the_first_mask_is_made_with_the_grammar_and_in_no_step(monkeypatch: pyt
     assert len(later) >= 3 * 2 and all(thread.startswith("engine-masks") for thread in later)
 
 
-def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_grammar_does_not_delay_cached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
     masks, request = GrammarMasks(compiler), ask("x", DATE)
     compiler.begin(DATE)[0]
@@ -200,8 +200,8 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
     assert compiler.known(OBJECT)
 
 
-def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are cached; each is referred to only by its request until that ends."""
+def test_no_step_compiles_grammars_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more grammars than the cache holds. Each is referenced only by its request."""
     threads: list[str] = []
 
     def counted(*arguments: Any, **fields: Any) -> LLMatcher:
@@ -225,8 +225,8 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
     assert len(core._grammars._compiled) == 64
 
 
-def test_only_so_many_grammars_are_held_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are compiled again if they were dropped in the meantime."""
+def test_the_number_of_grammars_of_waiting_requests_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars that were dropped in the meantime are compiled again."""
     monkeypatch.setattr(requests, "MAX_RETAINED", 3)
     monkeypatch.setattr(compiler, "_MAX_CACHED", 2)
     core = make_core(DEMO, max_num_seqs=1)
@@ -257,7 +257,7 @@ def test_speculation_changes_nothing(proposing: dict[str, Any], fields: dict[str
     assert re.fullmatch(r"(\w+ and ){20}\w+", text(got["loop", 0]))
 
 
-def test_preempted_samples_go_on_where_they_were() -> None:
+def test_preempted_samples_continue() -> None:
     def requests() -> list[EngineRequest]:
         return [ask(f"r{i}", LOOP, temperature=1.0, seed=i) for i in range(6)]
 
@@ -270,8 +270,8 @@ def test_preempted_samples_go_on_where_they_were() -> None:
     assert {key: text(sample) for key, sample in got.items()} == {key: text(sample) for key, sample in want.items()}
 
 
-def test_it_ends_where_the_grammar_does(core: EngineCore) -> None:
-    """Whatever other ends the request sets; a length that is reached before is reported as such."""
+def test_samples_end_with_their_grammar(core: EngineCore) -> None:
+    """Other stop conditions of the request do not matter. A length that is reached earlier is reported."""
     for fields in ({"ignore_eos": True}, {"min_tokens": 100}, {"ignore_eos": True, "min_tokens": 100}):
         found = run(core, [ask("x", DATE, **fields)])["x", 0]
         assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(found)), fields
@@ -283,7 +283,7 @@ def test_it_ends_where_the_grammar_does(core: EngineCore) -> None:
     assert found.finish_reason == "length" and len(found.token_ids) == 3
 
 
-def test_what_excludes_everything_ends_that_sample_alone(core: EngineCore) -> None:
+def test_an_empty_mask_ends_only_its_sample(core: EngineCore) -> None:
     forbidden = tuple(i for i in range(VOCAB) if not any(c.isdigit() for c in TOKENIZER.decode([i])))
     found = run(core, [ask("none", DATE, allowed_token_ids=forbidden), ask("date", DATE)])
     error = found["none", 0].outputs[-1].error
@@ -291,7 +291,7 @@ def test_what_excludes_everything_ends_that_sample_alone(core: EngineCore) -> No
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(found["date", 0]))
 
 
-def test_a_bad_grammar_is_the_request_s_own_error() -> None:
+def test_an_invalid_grammar_fails_only_its_request() -> None:
     core = make_core(DEMO, max_waiting=3)
     found = run(core, [ask("bad", '{"grammars": [{"regex": "("}]}'), ask("free", None)])
     error = found["bad", 0].outputs[-1].error
@@ -299,7 +299,7 @@ def test_a_bad_grammar_is_the_request_s_own_error() -> None:
     assert found["free", 0].outputs[-1].error is None
 
 
-def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -> None:
+def test_requests_in_the_grammar_queue_are_counted_limited_and_can_be_aborted() -> None:
     core = make_core(DEMO, max_waiting=2)
     core.add(ask("a", DATE))
     core.add(ask("b", OBJECT))
@@ -317,7 +317,7 @@ def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -
     assert not core.has_work()
 
 
-def test_a_defect_met_once_the_grammar_is_compiled_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_compilation_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(DEMO)
     core.add(ask("bad", DATE))
     core.add(ask("good", OBJECT))
@@ -337,7 +337,7 @@ def test_a_defect_met_once_the_grammar_is_compiled_ends_that_request_alone(monke
     assert len(found["free", 0].token_ids) == 40 and not core.has_work()
 
 
-def test_tokens_of_those_that_wait_for_their_grammar_count() -> None:
+def test_tokens_in_the_grammar_queue_are_counted() -> None:
     core = make_core(DEMO, max_waiting_tokens=20)
 
     def long(name: str, count: int, grammar: str | None) -> EngineRequest:
@@ -359,7 +359,7 @@ def test_tokens_of_those_that_wait_for_their_grammar_count() -> None:
     assert not core.has_work()
 
 
-def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     core = make_core(make_model("llama", tmp_path / "m"))
     found = run(core, [greedy("x", [5, 6], grammar=DATE)])
     error = found["x", 0].outputs[-1].error

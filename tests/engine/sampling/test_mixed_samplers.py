@@ -1,5 +1,4 @@
-"""Penalties for repeats (DRY), excluded top choices (XTC), grammars and plain requests in one engine: none changes another,
-and a request that was preempted, or that proposes tokens, draws the tokens it would have drawn."""
+"""DRY, XTC, grammars and plain requests in one engine do not affect each other, also with preemption and speculation."""
 
 from __future__ import annotations
 
@@ -50,31 +49,31 @@ def tokens(core: EngineCore, *names: str) -> dict[tuple[str, int], list[int]]:
 
 @cache
 def alone() -> dict[tuple[str, int], list[int]]:
-    """Each request in an engine that runs nothing else meanwhile."""
+    """Run each request in an engine without others."""
     core = make_core(DEMO, deterministic=True)
     return {key: ids for name in KINDS for key, ids in tokens(core, name).items()}
 
 
-def test_the_kinds_are_different_and_the_grammars_hold() -> None:
+def test_kinds_differ_and_grammars_match() -> None:
     found = alone()
     assert len({tuple(ids) for ids in found.values()}) == len(found) == len(KINDS) + 1
     said = [TOKENIZER.decode(ids) for (name, _), ids in found.items() if "grammar" in name]
     assert len(said) == 5 and all(re.fullmatch(r"\w+( and \w+){12}", text.strip()) for text in said)
 
 
-def test_together_they_draw_what_each_draws_alone() -> None:
+def test_requests_draw_the_same_together_and_alone() -> None:
     assert tokens(make_core(DEMO, deterministic=True)) == alone()
     assert tokens(make_core(DEMO, deterministic=True, max_num_seqs=3), *reversed(KINDS)) == alone()
 
 
-def test_proposed_tokens_change_none() -> None:
+def test_speculation_does_not_change_tokens() -> None:
     core = make_core(DEMO, deterministic=True, speculative_ngram=4)
     assert tokens(core) == alone()
     assert core.stats().spec_decode_num_accepted_tokens > 10
 
 
 @pytest.mark.parametrize("blocks", [16, 24])
-def test_preemption_changes_none(blocks: int) -> None:
+def test_preemption_does_not_change_tokens(blocks: int) -> None:
     info = make_core(DEMO, deterministic=True).info
     memory = blocks * info.kv_bytes_per_token * info.block_size
     core = make_core(DEMO, deterministic=True, kv_cache_memory=memory, max_model_len=200)

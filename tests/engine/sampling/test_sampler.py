@@ -1,4 +1,4 @@
-"""The sampler against brute force in numpy, exact probabilities, and transformers' own logits processors."""
+"""The sampler against brute force in numpy, exact probabilities, and the logits processors of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB = 97
 
 @pytest.fixture(autouse=True, params=["compiled", "plain"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test of this file holds for compiled draws and for plain torch."""
+    """Run every test with compiled draws and with plain torch."""
     if request.param == "plain":
         choose(monkeypatch, "for this test")
         assert isinstance(the_backend(), TorchBackend)
@@ -73,7 +73,7 @@ def kept_by_transformers(logits: torch.Tensor, warper: Any) -> list[set[int]]:
 
 
 def frequencies(logits: torch.Tensor, draws: int, **sampling: Any) -> np.ndarray:
-    """How often each token is drawn from one row, over as many seeds, in one call."""
+    """Return how often each token is drawn from one row with different seeds, in one call."""
     sampler = Sampler(len(logits), the_backend())
     params = SamplingParams(**sampling)
     slots = [(0, SampleSlot(0, 0, params, seed, 3, [1, 2, 3])) for seed in range(draws)]
@@ -82,7 +82,7 @@ def frequencies(logits: torch.Tensor, draws: int, **sampling: Any) -> np.ndarray
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """The statistic in standard deviations above its mean, cells pooled to an expectation of at least 5."""
+    """Return the chi-squared statistic in standard deviations above its mean, with cells of at least 5 expected draws."""
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
     order = np.argsort(expected)
     statistic, cells, seen, wanted = 0.0, 0, 0.0, 0.0
@@ -93,7 +93,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return (statistic - (cells - 1)) / math.sqrt(2 * max(1, cells - 1))
 
 
-# --- narrowing ------------------------------------------------------------------------------------------------------
+# --- filters ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0])
@@ -111,12 +111,12 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
         (Filters(typical_p=0.9), hf.TypicalLogitsWarper(0.9)),
     ],
 )
-def test_keeps_the_set_that_transformers_keeps(filters: Filters, warper: Any, scale: float) -> None:
+def test_filters_keep_the_tokens_of_transformers(filters: Filters, warper: Any, scale: float) -> None:
     logits = random_logits(8, 1200, scale=scale)
     assert kept_ids(logits, filters) == kept_by_transformers(logits, warper)
 
 
-def test_filters_work_on_what_the_ones_before_them_left() -> None:
+def test_filters_apply_to_the_tokens_of_earlier_filters() -> None:
     logits = random_logits(8, 400)
     got = kept_ids(logits, Filters(temperature=1.7, min_p=0.01, top_k=60, top_p=0.8))
     chain = [
@@ -128,7 +128,7 @@ def test_filters_work_on_what_the_ones_before_them_left() -> None:
     assert got == kept_by_transformers(logits, hf.LogitsProcessorList(chain))
 
 
-def test_rows_are_narrowed_by_their_own_filters() -> None:
+def test_rows_use_their_own_filters() -> None:
     logits = random_logits(5, 300)
     logits -= logits.amax(-1, keepdim=True)
     filters = [Filters(top_k=4), Filters(top_p=0.5), Filters(min_p=0.3), Filters(typical_p=0.4), Filters(top_k=299)]
@@ -141,7 +141,7 @@ def test_rows_are_narrowed_by_their_own_filters() -> None:
         assert together.weights[row][real].tolist() == alone.weights[0][kept].tolist()
 
 
-def test_equal_logits_stand_or_fall_together() -> None:
+def test_equal_logits_are_kept_or_removed_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0, -1.0]])
     assert kept_ids(logits, Filters(top_k=2)) == [{1, 2, 3}]
     assert kept_ids(logits, Filters(top_p=0.3)) == [{1, 2, 3}]
@@ -149,7 +149,7 @@ def test_equal_logits_stand_or_fall_together() -> None:
 
 
 @pytest.mark.parametrize("filters", [Filters(top_p=0.0), Filters(typical_p=0.0), Filters(min_p=1.0)])
-def test_the_strictest_filter_still_leaves_a_token(filters: Filters) -> None:
+def test_the_strictest_filter_keeps_a_token(filters: Filters) -> None:
     logits = random_logits(4)
     kept = kept_ids(logits, filters)
     assert [len(ids) for ids in kept] == [1, 1, 1, 1]
@@ -158,8 +158,8 @@ def test_the_strictest_filter_still_leaves_a_token(filters: Filters) -> None:
 
 
 @pytest.mark.parametrize("share", [1 - 2**-53, 1 - 1e-12, 0.9999999])
-def test_shares_next_to_one_keep_the_likely_tokens(share: float) -> None:
-    # The mass of a row is summed in two orders; shares this close to 1 show whether rounding may come between them.
+def test_shares_just_below_one_keep_the_likely_tokens(share: float) -> None:
+    # The mass of a row is summed in two orders. Shares this close to 1 detect different rounding.
     for seed in range(150):
         logits = random_logits(3, 2 + 19 * seed, seed=seed, scale=5.0)
         logits -= logits.amax(-1, keepdim=True)
@@ -187,14 +187,14 @@ def test_draws_follow_the_exact_probabilities(vocab: int, temperature: float) ->
     logits, draws = random_logits(1, vocab, seed=3)[0], 4000
     counts = frequencies(logits, draws, temperature=temperature)
     assert abs(chi_square(counts, draws * softmax(logits, temperature))) < 4
-    # The statistic would notice a temperature that is wrong by a fifth.
+    # The statistic would detect a temperature error of a fifth.
     assert chi_square(counts, draws * softmax(logits, temperature * 1.2)) > 6
 
 
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.7}, {"top_k": 30, "top_p": 0.9}]
 )
-def test_narrowed_draws_follow_the_renormalised_probabilities(sampling: dict[str, Any]) -> None:
+def test_filtered_draws_follow_the_renormalised_probabilities(sampling: dict[str, Any]) -> None:
     logits, draws = random_logits(1, 200, seed=4)[0], 4000
     (kept,) = kept_ids(logits.view(1, -1), Filters(**sampling))
     exact = softmax(logits)
@@ -211,12 +211,12 @@ def test_a_draw_is_the_inverse_cdf_in_the_order_of_ids(vocab: int) -> None:
         expected = int(np.searchsorted(edges, uniform(seed, 2, 4), side="right"))
         one = slot(token_ids=[1, 2, 3, 4, 5, 6, 7], seed=seed, index=2)
         assert sample_one(logits, one).token_id == expected
-        # A filter that removes next to nothing moves no draw.
+        # A filter that removes almost nothing changes no draw.
         narrowed = slot(token_ids=[1, 2, 3, 4, 5, 6, 7], seed=seed, index=2, min_p=1e-12)
         assert sample_one(logits, narrowed).token_id == expected
 
 
-def test_uniforms_are_even_and_depend_on_every_argument() -> None:
+def test_uniforms_are_uniform_and_depend_on_every_argument() -> None:
     drawn = np.array([uniform(seed, index, i) for seed in range(20) for index in range(10) for i in range(20)])
     assert len(set(drawn.tolist())) == len(drawn)
     assert 0 <= drawn.min() < drawn.max() < 1
@@ -236,7 +236,7 @@ def test_a_draw_depends_on_seed_sample_and_position_only() -> None:
     backwards = Sampler(500, the_backend()).sample(logits, slots[::-1])[::-1]
     alone = [sample_one(logits[row], one) for row, one in slots]
     assert [d.token_id for d in together] == [d.token_id for d in alone] == [d.token_id for d in backwards]
-    # A different sample index, seed or position draws elsewhere (equal tokens in a few of 40 are chance).
+    # Another sample index, seed or position gives other draws (a few of 40 may be equal by chance).
     base = [sample_one(logits[0], slot(seed=s)).token_id for s in range(40)]
     for other in ({"index": 1}, {"token_ids": [5, 6, 7, 8]}):
         moved = [sample_one(logits[0], slot(seed=s, **other)).token_id for s in range(40)]
@@ -249,7 +249,7 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature: float) 
     assert sample_one(logits, slot(temperature=temperature)).token_id == int(logits.argmax())
 
 
-def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
+def test_greedy_is_argmax_and_does_not_change_the_logits() -> None:
     logits = random_logits(9)
     before = logits.clone()
     slots = [(row, slot(seq_id=row, temperature=t, top_k=5)) for row, t in enumerate([0.0] * 8 + [1.0])]
@@ -258,7 +258,7 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
     assert torch.equal(logits, before)
 
 
-def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
+def test_slots_of_one_sequence_in_one_call_are_separate() -> None:
     logits = random_logits(1, seed=21)
     slots = [(0, slot(seq_id=4, seed=s, logit_bias={s: 50.0}, token_ids=[1, 2, s])) for s in range(30)]
     drawn = Sampler(VOCAB, the_backend()).sample(logits, slots)
@@ -269,7 +269,7 @@ def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
 
 
 def processed(logits: torch.Tensor, one: SampleSlot) -> np.ndarray:
-    """The logits a slot ends up with."""
+    """Return the final logits of a slot."""
     row = logits.clone()
     drawn = TorchSamplingRow(Filters(), penalties_of(one.sampling))
     drawn.change(LogitsProcessor(one, torch.device("cpu")).changes(one))
@@ -289,14 +289,14 @@ def test_penalties_match_a_plain_formula() -> None:
     np.testing.assert_allclose(processed(logits, one), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_repetition_penalty_is_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     logits = random_logits(1, seed=9)
     tokens = [4, 8, 8, 90, 1]
     theirs = hf.RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([tokens]), logits.clone())[0]
     np.testing.assert_allclose(processed(logits[0], slot(token_ids=tokens, repetition_penalty=1.8)), theirs)
 
 
-def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
+def test_counts_updated_in_steps_equal_new_counts() -> None:
     generator = np.random.default_rng(0)
     sampler, tokens = Sampler(VOCAB, the_backend()), [int(t) for t in generator.integers(0, VOCAB, 10)]
     params = {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.2, "temperature": 0.0}
@@ -314,7 +314,7 @@ def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
     assert sampler.num_tracked == 0
 
 
-def test_what_is_forgotten_is_one_sequence_alone() -> None:
+def test_forgetting_a_sequence_does_not_affect_others() -> None:
     sampler = Sampler(VOCAB, the_backend())
     slots = [(0, slot(seq_id=i, repetition_penalty=1.2)) for i in range(4)]
     sampler.sample(random_logits(1), slots)
@@ -326,7 +326,7 @@ def test_what_is_forgotten_is_one_sequence_alone() -> None:
     assert sampler.num_tracked == 0
 
 
-def test_a_step_looks_only_at_new_tokens() -> None:
+def test_a_step_counts_only_new_tokens() -> None:
     class Counting(list):  # type: ignore[type-arg]
         reads = 0
 
@@ -363,13 +363,13 @@ def test_only_allowed_tokens_are_drawn() -> None:
     assert sample_one(logits, slot(allowed_token_ids=(1, 2, 3), temperature=0.0)).token_id == best
 
 
-def test_bias_and_penalties_cannot_bring_a_masked_token_back() -> None:
+def test_bias_and_penalties_do_not_unmask_tokens() -> None:
     logits = random_logits(1, seed=11)[0]
     one = slot(allowed_token_ids=(1, 2), logit_bias={9: 100.0}, presence_penalty=-2.0, repetition_penalty=1e-3)
     assert np.isfinite(processed(logits, one)).nonzero()[0].tolist() == [1, 2]
 
 
-def test_bad_words_are_never_completed_and_their_beginnings_stay_free() -> None:
+def test_bad_words_are_never_completed_but_may_begin() -> None:
     logits = torch.zeros(VOCAB)
     logits[[20, 21, 22]] = torch.tensor([3.0, 2.0, 1.0])
     words = {"bad_words": ((7, 20), (6, 7, 21), (9, 22), (30,)), "temperature": 0.0}
@@ -379,14 +379,14 @@ def test_bad_words_are_never_completed_and_their_beginnings_stay_free() -> None:
     assert processed(logits, slot(**words))[30] == -math.inf
 
 
-def test_min_tokens_masks_the_stop_ids_until_it_is_met() -> None:
+def test_min_tokens_masks_the_stop_ids_until_it_is_reached() -> None:
     logits = torch.zeros(VOCAB)
     logits[[40, 41]] = torch.tensor([9.0, 5.0])
     settings = {"temperature": 0.0, "min_tokens": 2, "stop_ids": (40,), "prompt": 3}
     assert sample_one(logits, slot(token_ids=[1, 2, 3], **settings)).token_id == 41
     assert sample_one(logits, slot(token_ids=[1, 2, 3, 4], **settings)).token_id == 41
     assert sample_one(logits, slot(token_ids=[1, 2, 3, 4, 5], **settings)).token_id == 40
-    # So it is where something else keeps the row's processor at work.
+    # The same holds if another option uses the processor of the row.
     assert sample_one(logits, slot(token_ids=[1, 2, 3, 4, 5], logit_bias={1: 0.5}, **settings)).token_id == 40
 
 
@@ -395,7 +395,7 @@ def test_min_tokens_masks_the_stop_ids_until_it_is_met() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_broken_row_fails_alone(bad: float, temperature: float) -> None:
+def test_an_invalid_row_fails_without_affecting_others(bad: float, temperature: float) -> None:
     logits = random_logits(3)
     logits[1, 8] = bad
     slots = [(row, slot(seq_id=row, temperature=temperature, logprobs=2)) for row in range(3)]
@@ -411,7 +411,7 @@ def test_a_row_of_minus_infinity_fails() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_left_to_draw_says_why(temperature: float) -> None:
+def test_an_empty_set_of_tokens_is_explained(temperature: float) -> None:
     one = slot(allowed_token_ids=(4,), bad_words=((4,),), temperature=temperature)
     error = sample_one(random_logits(1)[0], one).error
     assert isinstance(error, EngineError)
@@ -442,7 +442,7 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     np.testing.assert_allclose([logprob for _, logprob in entry.top], raw[order], atol=1e-5)
 
 
-def test_each_slot_gets_the_number_of_alternatives_it_asked_for() -> None:
+def test_each_slot_gets_its_number_of_alternatives() -> None:
     wanted = [None, 0, 3, 1, VOCAB]
     slots = [(0, slot(seq_id=i, logprobs=k, temperature=0.0)) for i, k in enumerate(wanted)]
     drawn = Sampler(VOCAB, the_backend()).sample(random_logits(1), slots)

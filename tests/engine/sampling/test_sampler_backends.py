@@ -1,4 +1,4 @@
-"""Draws prepared for the compiled kernel yield what plain torch does, whatever a batch mixes."""
+"""Compiled draws equal those of plain torch for mixed batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.kernels.torch.torch_sampler import TorchSampler
 
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="nothing is drawn by compiled kernels")
-def test_what_the_compiled_draw_does_not_take_goes_to_torch() -> None:
+def test_unsupported_draws_use_torch() -> None:
     assert isinstance(select_backend("cpu").token_sampler(MAX_VOCAB), CompiledSampler)
     assert isinstance(select_backend("cpu").token_sampler(MAX_VOCAB + 1), TorchSampler)
     assert isinstance(select_backend("meta").token_sampler(100), TorchSampler)
@@ -28,7 +28,7 @@ def test_what_the_compiled_draw_does_not_take_goes_to_torch() -> None:
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="it compares with compiled draws")
 def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> None:
-    """Requests of every kind in one batch, over steps in which they come and go, and each of them alone."""
+    """Compare requests of every kind in batches that change from step to step with each request alone."""
     rng = np.random.default_rng(1)
     variety: list[dict[str, Any]] = [
         {"temperature": 0.0},

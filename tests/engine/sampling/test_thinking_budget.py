@@ -1,4 +1,4 @@
-"""A budget ends thinking at exactly its token: against a walk through the output, and under speculation."""
+"""A thinking budget ends thinking at the exact token, against a walk through the output, also with speculation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPEN, CLOSE, TEXT = 1, 2, 3
 
 
 def outputs(budget: ThinkingBudget, length: int) -> Iterator[tuple[list[int], set[int]]]:
-    """Every output of this length that is possible under the budget, and the positions at which a token was forced."""
+    """Return the outputs of this length that the budget permits, and the positions of forced tokens."""
 
     def longer(output: list[int], forced: set[int]) -> Iterator[tuple[list[int], set[int]]]:
         if len(output) == length:
@@ -43,10 +43,10 @@ def text(tokens: Iterable[int]) -> str:
 @pytest.mark.parametrize("close", [(CLOSE,), (CLOSE, TEXT), (CLOSE, CLOSE, TEXT), (TEXT, CLOSE, TEXT)])
 @pytest.mark.parametrize("opens", [(), ((OPEN,),), ((OPEN, TEXT), (OPEN, OPEN))])
 @pytest.mark.parametrize("closes", [(), ((OPEN, CLOSE),)])
-def test_what_is_forced(
+def test_forced_tokens(
     close: tuple[int, ...], opens: tuple[tuple[int, ...], ...], closes: tuple[tuple[int, ...], ...]
 ) -> None:
-    """In every output of eight tokens: the rest of the marker where the budget is spent, and nothing anywhere else."""
+    """The rest of the marker is forced where the budget is used up, and nowhere else, in every output of eight tokens."""
     met = 0
     for tokens in range(4):
         for output, forced in outputs(ThinkingBudget(tokens, close, opens, closes), 8):
@@ -63,7 +63,7 @@ def test_what_is_forced(
             assert forced == set(range(spent, behind)) and 1 <= len(forced) <= len(close), (tokens, output)
             if behind < len(said):
                 assert said[begin:behind].endswith(text(close))
-                # Less would not have closed it.
+                # A shorter rest would not complete the marker.
                 assert not any((thought + text(close[-n:])).endswith(text(close)) for n in range(1, len(forced)))
             else:
                 assert any((thought + text(close[n:])).endswith(text(close)) for n in range(len(close)))
@@ -82,14 +82,14 @@ def test_a_marker_of_several_tokens() -> None:
     assert forced_token(budget, [0, 4, 5], 1) is None  # closed in other words
 
 
-def test_where_something_else_had_to_come_first() -> None:
+def test_other_tokens_may_delay_the_marker() -> None:
     budget = ThinkingBudget(2, (7, 8))
     assert [forced_token(budget, [0, 1, 1, *(5, 5, 5, 5)[:n]], 1) for n in range(5)] == [7, 7, 7, 7, None]
     assert [forced_token(budget, [0, 1, 1, 5, *(7, 8)[:n]], 1) for n in range(3)] == [7, 8, None]
 
 
 def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
-    """Greedy output of a model that wants TEXT always; each step proposes `draft`."""
+    """Return the greedy output of a model that always prefers TEXT. Each step proposes `draft`."""
     sampler = Sampler(8, select_backend("cpu", "float32"))
     logits = torch.zeros(1 + len(draft), 8)
     logits[:, TEXT] = 5.0
@@ -106,15 +106,17 @@ def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
 @pytest.mark.parametrize("close", [(CLOSE,), (CLOSE, 4, 5)])
-def test_it_is_forced_once(tokens: int, temperature: float, draft: tuple[int, ...], close: tuple[int, ...]) -> None:
-    """Whatever else the request forbids, and with proposals or without."""
+def test_the_marker_is_forced_once(
+    tokens: int, temperature: float, draft: tuple[int, ...], close: tuple[int, ...]
+) -> None:
+    """Also with other restrictions of the request, and with and without proposals."""
     budget = ThinkingBudget(tokens, close)
     sampling = SamplingParams(temperature=temperature, top_k=1, thinking=budget, bad_words=((CLOSE,), (4,)))
     assert run(sampling, draft) == ([TEXT] * tokens + [*close] + [TEXT] * 11)[:11]
 
 
-def test_a_forced_token_costs_no_draw() -> None:
-    """Tokens before and after the marker are those that the same positions would have had without it."""
+def test_a_forced_token_uses_no_draw() -> None:
+    """Tokens before and after the marker are those of the same positions without it."""
     vocab = 64
     torch.manual_seed(3)
     logits = torch.randn(1, vocab)
@@ -132,7 +134,7 @@ def test_a_forced_token_costs_no_draw() -> None:
     assert held == [*free[:5], 1, 2, 3, *free[8:]]
 
 
-def test_budgets_that_are_refused() -> None:
+def test_invalid_budgets_are_refused() -> None:
     bad = [
         ThinkingBudget(-1, (CLOSE,)),
         ThinkingBudget(1, (CLOSE, 8)),

@@ -1,4 +1,4 @@
-"""The exclusion of top choices (XTC) against its definition in float64, and the chance by which it happens."""
+"""Exclusion of top choices (XTC) against its definition in float64, and its probability."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def by_definition(probabilities: Probabilities, threshold: float) -> Probabilities:
-    """The tokens that remain, by sorting distinct probabilities that sum up to 1."""
+    """Return the remaining tokens, by sorting distinct probabilities with a sum of 1."""
     order = sorted(probabilities, key=lambda token: -probabilities[token])
     top = [token for token in order if probabilities[token] >= threshold]
     kept = order[len(top) - 1 :] if len(top) > 1 else order
@@ -40,7 +40,7 @@ def kept_by(logits: torch.Tensor, filters: Filters) -> set[int]:
 
 
 def probabilities_of(logits: torch.Tensor, filters: Filters) -> Probabilities:
-    """Of what the other filters keep."""
+    """Apply the definition to the tokens that the other filters keep."""
     kept = sorted(kept_by(logits, replace(filters, exclude_from=1.0)))
     shares = torch.softmax((logits[kept].double() - logits.max().double()) / filters.temperature, 0)
     return dict(zip(kept, shares.tolist(), strict=True))
@@ -51,7 +51,7 @@ def probabilities_of(logits: torch.Tensor, filters: Filters) -> Probabilities:
     "others",
     [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}, {"typical_p": 0.6}, {"temperature": 2.5}, {"temperature": 0.3}],
 )
-def test_the_tokens_left_are_those_of_the_definition(threshold: float, others: dict[str, Any]) -> None:
+def test_remaining_tokens_equal_the_definition(threshold: float, others: dict[str, Any]) -> None:
     excluded = 0
     for seed in range(20):
         logits = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 2.5
@@ -63,7 +63,7 @@ def test_the_tokens_left_are_those_of_the_definition(threshold: float, others: d
     assert excluded == 0 if threshold > 0.5 else excluded > 0 or threshold > 0.01
 
 
-def test_choices_of_equal_logits_stand_or_fall_together() -> None:
+def test_equal_logits_are_kept_or_removed_together() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 0.0, -3.0])  # probabilities of 0.53, 0.19, 0.19, 0.07 and less
     assert kept_by(logits, Filters(exclude_from=0.1)) == {1, 2, 3, 4}
     assert kept_by(logits, Filters(exclude_from=0.05)) == {3, 4}
@@ -75,7 +75,7 @@ def slot(seed: int, length: int = 4, index: int = 0, **sampling: Any) -> SampleS
     return SampleSlot(seed, index, SamplingParams(**sampling), seed, 3, [1] * length)
 
 
-def test_draws_follow_the_probabilities_left(backend: Backend) -> None:
+def test_draws_follow_the_remaining_probabilities(backend: Backend) -> None:
     logits = torch.tensor([[1.5, 1.2, 0.9, 0.2, -0.5, -1.0]])
     exact = torch.softmax(logits[0].double(), 0).tolist()
     left = by_definition(dict(enumerate(exact)), 0.15)
@@ -101,8 +101,8 @@ def test_a_probability_of_one_always_excludes_and_greedy_never(backend: Backend)
     assert greedy.token_id == 0
 
 
-def test_a_draw_does_not_depend_on_the_steps_before_or_on_others(backend: Backend) -> None:
-    """Sampled step by step with others, or at once in another sampler: exclusion depends on the position alone."""
+def test_a_draw_does_not_depend_on_earlier_steps_or_other_requests(backend: Backend) -> None:
+    """Exclusion depends only on the position, for samples step by step with others and at once in another sampler."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(2))
     settings = {"xtc_probability": 0.5, "xtc_threshold": 0.03}
     long_lived = Sampler(50, backend)
@@ -117,7 +117,7 @@ def test_a_draw_does_not_depend_on_the_steps_before_or_on_others(backend: Backen
         assert together == alone
 
 
-def test_the_chance_is_another_number_than_the_draw() -> None:
+def test_exclusion_and_draw_use_different_numbers() -> None:
     places = [(seed, index, position) for seed in range(10) for index in range(4) for position in range(25)]
     drawn, chances = (np.array([number(*place) for place in places]) for number in (uniform, xtc_uniform))
     assert len({*drawn.tolist(), *chances.tolist()}) == 2 * len(places)

@@ -1,4 +1,4 @@
-"""The struct of an attention call: one description in C++, whose fields Python fills by name."""
+"""The struct of an attention call, described in C++ and filled by field name in Python."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import kernels
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
 from windlass.kernels.cpu import attention_bindings, library
 from windlass.kernels.cpu.library import AttentionArguments, Library
 
-# The fields of AttentionCall and KeyRanges, with the fields of the struct that are made of them.
+# Fields of AttentionCall and KeyRanges, with the fields of the struct that they determine.
 SOURCES = {
     "block_tables": {"tables", "table_row", "table_columns"},
     "query_start": {"query_start"},
@@ -48,13 +48,13 @@ def values_of(arguments: AttentionArguments) -> dict[str, object]:
     return {name: getattr(arguments, name) for name in names_of(arguments)}
 
 
-def test_both_name_one_limit_of_rounded_queries() -> None:
+def test_python_and_cpp_have_the_same_limit_of_rounded_queries() -> None:
     source = (Path(attention_bindings.__file__).parent / "src" / "attention_prefill.h").read_text()
     assert re.findall(r"MIN_BF16_QUERIES = (\d+);", source) == [str(attention_bindings.MIN_BF16_QUERIES)]
 
 
-class Watched:
-    """The arguments of the last call, which is executed as usual, and the values that they were made of."""
+class RecordingLibrary:
+    """Records the arguments of the last call, which is executed as usual, and the values of their fields."""
 
     def __init__(self) -> None:
         real = kernels("generic")
@@ -75,8 +75,8 @@ class Watched:
         self.found = arguments
 
 
-def test_every_field_holds_what_it_is_named_for() -> None:
-    rows, watched = torch.zeros(2, 9, 8), Watched()
+def test_every_field_has_its_value() -> None:
+    rows, watched = torch.zeros(2, 9, 8), RecordingLibrary()
     q, pages = rows[:, 1:7], KVPages(torch.zeros(5, 16, 3, 8).half(), torch.zeros(5, 16, 3, 4).half())
     tables, lengths, ones, sinks = (
         torch.zeros(2, 7, dtype=torch.int32),
@@ -111,13 +111,13 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     expected |= {"query_start": call.query_start.data_ptr(), "lengths": call.seq_lens.data_ptr(), "sinks": None}
     expected |= {"table_columns": 7, "window": 0, "soft_cap": 0.0, "scale": 0.5, "page_type": 3, "int64_lengths": 1}
     assert values_of(watched.found) == expected
-    ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
-    call = replace(call, ranges=KeyRanges(ends, plain, all_of_it, gaps=ends), alibi_slopes=sinks)
+    ends, plain, reaches = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
+    call = replace(call, ranges=KeyRanges(ends, plain, reaches, gaps=ends), alibi_slopes=sinks)
     out = cpu.paged_attention_prefill(watched.library, torch.zeros(5, 6, 8), codes, call)
     found = watched.found
     assert found.bf16_products == 0
     addresses = (found.range_ends, found.range_rows, found.range_reaches)
-    assert addresses == (ends.data_ptr(), plain.data_ptr(), all_of_it.data_ptr())
+    assert addresses == (ends.data_ptr(), plain.data_ptr(), reaches.data_ptr())
     assert (found.slopes, found.range_gaps) == (sinks.data_ptr(), ends.data_ptr())
     assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)
 
@@ -150,7 +150,7 @@ def test_a_library_with_another_layout_is_not_bound() -> None:
 
 
 def arguments_of(found: Library, **values: float) -> AttentionArguments:
-    """A call with these values, and 0 for all other fields."""
+    """Return arguments with these values, and 0 for all other fields."""
     handle = ctypes.CDLL(str(found.path))
     handle.windlass_attention_fields.restype = ctypes.POINTER(library._AttentionField)
     names, table = [], handle.windlass_attention_fields()
@@ -171,8 +171,8 @@ def arguments_of(found: Library, **values: float) -> AttentionArguments:
     ],
     ids=str,
 )
-def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str, int]) -> None:
-    """For callers that fill the struct themselves; Python refuses such a call before."""
+def test_kernels_refuse_unsupported_calls(form: Library, change: dict[str, int]) -> None:
+    """Python refuses these calls earlier. Other callers fill the struct themselves."""
     arguments = arguments_of(form, causal=1, kv_heads=1, heads=1, block_size=16)  # without sequences
     assert form.paged_attention_decode(arguments) == form.paged_attention_prefill(arguments, 1) == 0
     for name, value in change.items():
@@ -180,7 +180,7 @@ def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str,
     assert form.paged_attention_decode(arguments) == form.paged_attention_prefill(arguments, 1) == 3
 
 
-def test_values_of_a_struct_leave_addresses_out() -> None:
+def test_values_of_a_struct_exclude_addresses() -> None:
     found = kernels("generic")
     numbers = {name: i + 1 for i, name in enumerate(names_of(arguments_of(found)))}
     first, moved = found.attention_arguments(numbers), found.attention_arguments(numbers)

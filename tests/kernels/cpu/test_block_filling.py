@@ -1,4 +1,4 @@
-"""Compiled filling of weights in blocks against plain torch: the same bytes, in every instruction set this machine can run."""
+"""Compiled quantization and repacking of block weights have the bytes of plain torch, in every instruction set available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
-from kernels_helpers.block_bytes import random_blocks
+from kernels_helpers.block_bytes import random_block_bytes
 
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
@@ -26,7 +26,7 @@ def assert_same(got: BlockWeight, want: BlockWeight) -> None:
         assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} bytes differ"
 
 
-def wanted(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None = None) -> BlockWeight:
+def expected(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None = None) -> BlockWeight:
     weight = BlockWeight.empty(*source.shape, form)
     store_block_rows(weight.narrow(0, len(source)), *block_quantization.quantize_blocks(source.float(), form, weights))
     return weight
@@ -36,7 +36,7 @@ def wanted(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None =
 def test_repacking(form: Library, block_form: BlockForm) -> None:
     for rows, count in ((1, 1), (16, 2), (53, 3)):
         columns = count * block_quantization.block_elements(block_form)
-        blocks = random_blocks(rows, columns, block_form)
+        blocks = random_block_bytes(rows, columns, block_form)
         got, want = BlockWeight.empty(rows, columns, block_form), BlockWeight.empty(rows, columns, block_form)
         block_quantization.repack_gguf_blocks(want.narrow(0, rows), blocks)
         repack_blocks(form, got.narrow(0, rows), blocks)
@@ -44,9 +44,9 @@ def test_repacking(form: Library, block_form: BlockForm) -> None:
 
 
 @by_form
-def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_form: BlockForm) -> None:
+def test_repacking_strided_rows_in_pieces(form: Library, block_form: BlockForm) -> None:
     columns = 2 * block_quantization.block_elements(block_form)
-    wide = random_blocks(53, 2 * columns, block_form)
+    wide = random_block_bytes(53, 2 * columns, block_form)
     blocks = wide[:, wide.shape[1] // 2 :]
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
     block_quantization.repack_gguf_blocks(whole.narrow(0, 53), blocks)
@@ -59,7 +59,7 @@ def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_
 def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
     kernels("generic")
     rows, columns = 1030, 2048  # enough for several threads
-    blocks, source = random_blocks(rows, columns, block_form), torch.randn(rows, columns)
+    blocks, source = random_block_bytes(rows, columns, block_form), torch.randn(rows, columns)
     fillings = [lambda weight: repack_blocks(load(), weight.narrow(0, rows), blocks)]
     if block_form in QUANTIZED:
         fillings.append(lambda weight: pack_blocks(load(), weight.narrow(0, rows), source))
@@ -81,13 +81,13 @@ def test_quantizing(form: Library, block_form: BlockForm, kind: torch.dtype) -> 
         source = (torch.randn(rows, columns) * torch.exp2(torch.randint(-12, 3, (rows, 1)).float())).to(kind)
         got = BlockWeight.empty(rows, columns, block_form)
         pack_blocks(form, got.narrow(0, rows), source)
-        assert_same(got, wanted(source, block_form))
+        assert_same(got, expected(source, block_form))
 
 
 @by_quantized_form
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_quantizing_what_is_seldom_seen(form: Library, block_form: BlockForm, kind: torch.dtype) -> None:
-    """Heavy tails, ties of extremes and between codes, zeros, values too small to count or too large, NaN and infinity."""
+def test_quantizing_rare_values(form: Library, block_form: BlockForm, kind: torch.dtype) -> None:
+    """Heavy tails, ties of extremes and between codes, zeros, values that underflow or overflow, NaN and infinity."""
     source = torch.randn(48, 330) / torch.rand(48, 330)
     source[0], source[1], source[2] = 0.0, 1e-38, -0.0
     source[3], source[4] = 1.0, torch.tensor([1.0, -1.0]).repeat(165)
@@ -101,16 +101,16 @@ def test_quantizing_what_is_seldom_seen(form: Library, block_form: BlockForm, ki
     source = source.to(kind)
     got = BlockWeight.empty(48, 330, block_form)
     pack_blocks(form, got.narrow(0, 48), source)
-    assert_same(got, wanted(source, block_form))
+    assert_same(got, expected(source, block_form))
 
 
 @by_quantized_form
-def test_quantizing_rows_in_pieces_from_parts_of_other_rows(form: Library, block_form: BlockForm) -> None:
+def test_quantizing_strided_rows_in_pieces(form: Library, block_form: BlockForm) -> None:
     source = torch.randn(53, 900)[:, 100:170]
     parts = BlockWeight.empty(53, 70, block_form)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
         pack_blocks(form, parts.narrow(first, count), source[first : first + count])
-    assert_same(parts, wanted(source, block_form))
+    assert_same(parts, expected(source, block_form))
 
 
 @pytest.mark.parametrize("block_form", QUANTIZED[1:], ids=lambda form: form.name)
@@ -119,18 +119,18 @@ def test_weighted_errors(form: Library, block_form: BlockForm) -> None:
     for weights in (torch.rand(300) * 1e-3, torch.rand(18, 300) ** 8, torch.zeros(300)):
         got = BlockWeight.empty(18, 300, block_form)
         pack_blocks(form, got.narrow(0, 18), source, weights)
-        assert_same(got, wanted(source, block_form, weights))
+        assert_same(got, expected(source, block_form, weights))
 
 
-def test_other_numbers_of_groups(form: Library) -> None:
+def test_sizes_of_super_groups(form: Library) -> None:
     for groups in (1, 4, 64):
         own = replace(FORMS["q4_k"], super_groups=groups)
         source, got = torch.randn(20, 500), BlockWeight.empty(20, 500, own)
         pack_blocks(form, got.narrow(0, 20), source)
-        assert_same(got, wanted(source, own))
+        assert_same(got, expected(source, own))
 
 
-def test_nothing_past_the_operands_is_touched(form: Library) -> None:
+def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
     for block_form in FORMS.values():
         rows, columns = 19, block_quantization.block_elements(block_form)
         parts = BlockWeight.empty(rows, columns, block_form)
@@ -138,12 +138,12 @@ def test_nothing_past_the_operands_is_touched(form: Library) -> None:
             None if part is None else at_the_end_of_memory(part) for part in (parts.codes, parts.scales, parts.supers)
         ]
         weight = BlockWeight(block_form, rows, columns, *guarded)
-        repack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(random_blocks(rows, columns, block_form)))
+        repack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(random_block_bytes(rows, columns, block_form)))
         if block_form in QUANTIZED:
             pack_blocks(form, weight.narrow(0, rows), at_the_end_of_memory(torch.randn(rows, columns)))
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     kernels("generic")
     weight = BlockWeight.empty(3, 64, FORMS["q4_0"])
     with pytest.raises(ValueError, match="q4_0 wants"):

@@ -1,23 +1,28 @@
-"""Products with weights in blocks against exact integer arithmetic, in every instruction set this machine can run."""
+"""Products with weights in blocks, in every instruction set available and by the matrix unit, against exact arithmetic."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers.block_weights import random_blocks
-from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, choose, kernels
+from helpers.cpu_kernels import MATRIX_FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
+from kernels_helpers.checks import same_on_threads
+from torch import Tensor
 
-from windlass.kernels import FORMS, BlockForm, BlockWeight, cpu, select_backend
-from windlass.kernels.cpu import elementwise_bindings, load
+from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, cpu, select_backend
+from windlass.kernels.cpu import elementwise_bindings, load, matmul_bindings
 from windlass.kernels.cpu.cpu_backend import CompiledBackend
+from windlass.kernels.cpu.elementwise_bindings import ACTIVATIONS
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.weight_layouts import group_scales, store_block_rows, unpack_codes
+from windlass.kernels.layouts.weight_layouts import PanelWeight, group_scales, store_block_rows, unpack_codes
 from windlass.kernels.torch import linear as reference
 
-# GPTQ's groups of 128 with zero points, and super groups of which the last is partly filled.
+# Groups of 128 with zero points (GPTQ), and super groups of which the last is partly filled.
 MORE = [replace(FORMS["q4_k"], super_groups=4), replace(FORMS["q6_k"], super_groups=3)]
 EVERY_FORM = pytest.mark.parametrize(
     "form", [*FORMS.values(), *MORE], ids=lambda form: f"{form.name}x{form.super_groups}"
@@ -27,17 +32,46 @@ SHAPES = [
     (1, 1, 1),
     (1, 16, 32),
     (1, 17, 33),
-    (1, 50, 3000),  # more than is taken at a time
     (2, 5, 4),
+    (3, 17, 33),
     (3, 40, 100),
     (6, 16, 64),
     (7, 33, 530),
-    (8, 64, 96),
-    (13, 48, 1041),
-    (33, 20, 500),
-    (100, 3, 17),
-    (200, 18, 80),  # two passes
 ]
+SHAPES += [(8, 64, 96), (13, 48, 1041), (16, 16, 32), (17, 40, 100), (33, 20, 500), (33, 33, 256), (100, 3, 17)]
+SHAPES += [(1, 50, 3000), (40, 100, 530), (70, 150, 1100)]  # several pieces of K
+SHAPES += [(200, 18, 80), (530, 20, 80)]  # two passes
+GATED_SHAPES = [(1, 32, 8), (17, 64, 100), (49, 96, 700), (530, 32, 1300)]
+
+
+class Product(NamedTuple):
+    """The product of one instruction set, which rounds rows to int8, or of its matrix unit, which rounds to bfloat16."""
+
+    library: Library
+    matrix_unit: bool = False
+
+    def __call__(self, x: Tensor, weight: BlockWeight, bias: Tensor | None = None, **options: Any) -> Tensor:
+        multiply = matmul_bindings.linear_blocks_amx if self.matrix_unit else cpu.linear_blocks
+        return multiply(self.library, x, weight, bias, **options)
+
+    def check(self, x: Tensor, weight: BlockWeight, bias: Tensor | None, got: Tensor) -> None:
+        """Products are exact, and float32 sums have a few rounding errors per group."""
+        want, size = (rounded_product if self.matrix_unit else brute_force)(x.float(), weight, bias)
+        assert got.shape == want.shape
+        assert ((got.double() - want).abs() <= 2e-6 * size + 1e-30).all(), (got - want).abs().max()
+
+
+def each_product() -> Iterator[Any]:
+    for matrix_unit, forms in ((False, PACKED_FORMS), (True, MATRIX_FORMS)):
+        for form in forms:
+            name, marks = (form, ()) if isinstance(form, str) else (form.values[0], form.marks)
+            yield pytest.param((name, matrix_unit), marks=marks, id=f"{name} matrix unit" if matrix_unit else name)
+
+
+@pytest.fixture(params=each_product())
+def product(request: pytest.FixtureRequest) -> Product:
+    name, matrix_unit = request.param
+    return Product(kernels(name), matrix_unit)
 
 
 @pytest.fixture(params=PACKED_FORMS)
@@ -45,12 +79,17 @@ def library_of(request: pytest.FixtureRequest) -> Library:
     return kernels(request.param)
 
 
-def brute_force(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product in float64 from codes, scales and rounded rows, and the size of what was added up."""
+@pytest.fixture(params=MATRIX_FORMS)
+def matrix_unit(request: pytest.FixtureRequest) -> Product:
+    return Product(kernels(request.param), True)
+
+
+def brute_force(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the product in float64 from codes, scales and rounded rows, and the sum of magnitudes."""
     form, every = weight.form, torch.arange(weight.rows)
     values, scale = reference.round_groups(x, form.group)
     codes, (own, minimum) = unpack_codes(weight, every).double() - form.offset, group_scales(weight, every)
-    # Padding of K counts nowhere: rounded rows are zero there.
+    # Padding of K has no effect: rounded rows are zero there.
     sums = torch.einsum("mgk,ngk->mng", values.double(), codes)
     terms = sums * own[:, :, 0].double() * scale.double()[:, None]
     sizes = terms.abs()
@@ -62,15 +101,92 @@ def brute_force(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None)
     return terms.sum(2) + extra, sizes.sum(2) + abs(extra)
 
 
-def assert_linear(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
-    """Integers agree exactly; float32 may lose its rounding of a few steps per group."""
-    want, size = brute_force(x.float(), weight, bias)
-    assert got.shape == want.shape
-    assert ((got.double() - want).abs() <= 2e-6 * size).all(), (got - want).abs().max()
+def rounded_product(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the product of operands rounded to bfloat16 in float64, and the sum of magnitudes."""
+    rows, numbers = x.bfloat16().double(), weight.dequantize().bfloat16().double()
+    extra = 0.0 if bias is None else bias.double()
+    return rows @ numbers.T + extra, rows.abs() @ numbers.abs().T + abs(extra)
+
+
+def guarded(weight: BlockWeight) -> BlockWeight:
+    """Return a copy with an unreadable page after each of its tensors."""
+    parts = (
+        None if part is None else at_the_end_of_memory(part) for part in (weight.codes, weight.scales, weight.supers)
+    )
+    return BlockWeight(weight.form, weight.rows, weight.columns, *parts)  # type: ignore[arg-type]
 
 
 @EVERY_FORM
-def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm) -> None:
+def test_shapes(product: Product, form: BlockForm) -> None:
+    for rows, columns, inner in SHAPES:
+        x, weight = torch.randn(rows, inner), random_blocks(columns, inner, form)
+        bias = torch.randn(columns) if columns % 2 else None
+        product.check(x, weight, bias, product(x, weight, bias))
+
+
+@EVERY_FORM
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(product: Product, form: BlockForm) -> None:
+    x, weight, bias = torch.randn(600, 1100), random_blocks(37, 1100, form), torch.randn(37)
+    whole = product(x, weight, bias)
+    for rows in (1, 2, 3, 5, 6, 7, 8, 12, 13, 15, 16, 17, 24, 48, 49, 97, 512, 513):
+        assert torch.equal(product(x[:rows], weight, bias), whole[:rows]), rows
+    for part in (slice(200, 203), slice(500, 530)):
+        assert torch.equal(product(x[part], weight, bias), whole[part])
+
+
+@EVERY_FORM
+def test_nothing_past_the_operands_is_read(product: Product, form: BlockForm) -> None:
+    for rows, columns, inner in (
+        (1, 3, 5),
+        (2, 17, 33),
+        (5, 4, 47),
+        (17, 17, 33),
+        (30, 6, 551),
+        (50, 4, 551),
+        (65, 20, 300),
+    ):
+        weight = random_blocks(columns, inner, form)
+        x, bias = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(columns))
+        product.check(x, weight, bias, product(x, guarded(weight), bias))
+        ids = at_the_end_of_memory(torch.tensor([columns - 1, 0]))
+        assert torch.equal(cpu.embed_blocks(product.library, guarded(weight), ids), weight.dequantize(ids))
+
+
+def test_strided_rows_other_types_and_an_output_tensor(product: Product) -> None:
+    weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((60, 300), torch.nan)
+    x[:, 13:113] = torch.randn(60, 100)
+    part = x[:, 13:113]
+    whole = product(part, weight)
+    product.check(part, weight, None, whole)
+    for kind in (torch.bfloat16, torch.float16):
+        narrow = part.to(kind)
+        got = product(narrow, weight, torch.ones(20, dtype=kind))
+        assert got.dtype == kind and torch.equal(got, product(narrow.float(), weight, torch.ones(20)).to(kind))
+    assert torch.equal(product(part.t().contiguous().t(), weight), whole)
+    wider = torch.full((60, 50), -1.0)
+    product(part, weight, out=wider[:, 7:27])
+    assert torch.equal(wider[:, 7:27], whole)
+    assert (wider[:, :7] == -1).all() and (wider[:, 27:] == -1).all()
+
+
+@EVERY_FORM
+def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
+    kernels("generic")
+    for rows in (5, 40, 70):
+        x, weight = torch.randn(rows, 700), random_blocks(1500, 700, form)
+        same_on_threads(lambda x=x, weight=weight: cpu.linear_blocks(load(), x, weight))  # type: ignore[misc]
+
+
+def test_threads_do_not_change_the_bits_of_the_matrix_unit(matrix_unit: Product) -> None:
+    x, weight = torch.randn(70, 700), random_blocks(1500, 700, FORMS["q4_k"])
+    same_on_threads(lambda: matrix_unit(x, weight))
+
+
+# -- rows rounded to int8 ------------------------------------------------------------------------------------------
+
+
+@EVERY_FORM
+def test_gated_products_have_the_bits_of_two_calls(library_of: Library, form: BlockForm) -> None:
     weight, bias = random_blocks(96, 130, form), torch.randn(96)
     for rows, activation in zip(
         (1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(elementwise_bindings.ACTIVATIONS), strict=False
@@ -84,23 +200,15 @@ def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm)
 
 
 @EVERY_FORM
-def test_shapes(library_of: Library, form: BlockForm) -> None:
-    for rows, columns, inner in SHAPES:
-        x, weight = torch.randn(rows, inner), random_blocks(columns, inner, form)
-        bias = torch.randn(columns) if columns % 2 else None
-        assert_linear(x, weight, bias, cpu.linear_blocks(library_of, x, weight, bias))
-
-
-@EVERY_FORM
-def test_the_plain_form_agrees(form: BlockForm) -> None:
-    for rows, columns, inner in SHAPES:
+def test_plain_torch_agrees(form: BlockForm) -> None:
+    for rows, columns, inner in (*SHAPES[:17], (200, 18, 80)):
         x, weight, bias = torch.randn(rows, inner), random_blocks(columns, inner, form), torch.randn(columns)
-        assert_linear(x, weight, bias, reference.linear_blocks(x, weight, bias))
+        Product(load()).check(x, weight, bias, reference.linear_blocks(x, weight, bias))
 
 
 @EVERY_FORM
-def test_extremes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
-    """Every product as large as it gets, with one sign and with both, under scales of one: integers, so the result is exact."""
+def test_extreme_codes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
+    """Use the largest products, of one sign and of both, with scales of one, so that the result is exact."""
     inner, columns = 512, 18
     low, high = (-127, 127) if form.bits == 8 else (0, (1 << form.bits) - 1)
     codes = torch.full((columns, inner), high, dtype=torch.int8)
@@ -135,65 +243,13 @@ def test_every_pair_of_bytes(library_of: Library) -> None:
             )
             x = torch.zeros(255, form.group)
             x[:, place] = torch.arange(-127, 128)
-            x[:, (place + 1) % form.group] = 127  # fixes the scale at one
+            x[:, (place + 1) % form.group] = 127  # makes the scale one
             want = torch.arange(-127.0, 128)[:, None] * (torch.arange(low, high) - form.offset)
             assert torch.equal(cpu.linear_blocks(library_of, x, weight), want)
 
 
 @EVERY_FORM
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, form: BlockForm) -> None:
-    x, weight, bias = torch.randn(210, 1100), random_blocks(37, 1100, form), torch.randn(37)
-    whole = cpu.linear_blocks(library_of, x, weight, bias)
-    for rows in (1, 2, 3, 5, 6, 7, 8, 12, 13, 24, 48, 49, 97):
-        assert torch.equal(cpu.linear_blocks(library_of, x[:rows], weight, bias), whole[:rows]), rows
-    assert torch.equal(cpu.linear_blocks(library_of, x[200:203], weight, bias), whole[200:203])
-
-
-@EVERY_FORM
-def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
-    kernels("generic")
-    before = torch.get_num_threads()
-    for rows in (5, 40, 70):
-        x, weight = torch.randn(rows, 700), random_blocks(1500, 700, form)
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(cpu.linear_blocks(load(), x, weight))
-        torch.set_num_threads(before)
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
-
-
-@EVERY_FORM
-def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm) -> None:
-    for rows, columns, inner in ((1, 3, 5), (2, 17, 33), (5, 4, 47), (30, 6, 551), (65, 20, 300)):
-        weight = random_blocks(columns, inner, form)
-        supers = None if weight.supers is None else at_the_end_of_memory(weight.supers)
-        codes, scales = at_the_end_of_memory(weight.codes), at_the_end_of_memory(weight.scales)
-        guarded = BlockWeight(form, columns, inner, codes, scales, supers)
-        x, bias = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(columns))
-        assert_linear(x, weight, bias, cpu.linear_blocks(library_of, x, guarded, bias))
-        ids = at_the_end_of_memory(torch.tensor([columns - 1, 0]))
-        assert torch.equal(cpu.embed_blocks(library_of, guarded, ids), weight.dequantize(ids))
-
-
-def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library) -> None:
-    weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((6, 300), torch.nan)
-    x[:, 13:113] = torch.randn(6, 100)
-    assert_linear(x[:, 13:113], weight, None, cpu.linear_blocks(library_of, x[:, 13:113], weight))
-    for kind in (torch.bfloat16, torch.float16):
-        narrow = x[:, 13:113].to(kind)
-        got = cpu.linear_blocks(library_of, narrow, weight, torch.ones(20, dtype=kind))
-        assert got.dtype == kind
-        assert torch.equal(got, cpu.linear_blocks(library_of, narrow.float(), weight, torch.ones(20)).to(kind))
-    room = torch.full((6, 50), -1.0)
-    cpu.linear_blocks(library_of, x[:, 13:113], weight, out=room[:, 7:27])
-    assert torch.equal(room[:, 7:27], cpu.linear_blocks(library_of, x[:, 13:113], weight))
-    assert (room[:, :7] == -1).all() and (room[:, 27:] == -1).all()
-
-
-@EVERY_FORM
-def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, form: BlockForm) -> None:
+def test_zero_rows_tiny_rows_and_rows_that_are_not_finite(library_of: Library, form: BlockForm) -> None:
     weight = random_blocks(19, 130, form)
     x = torch.rand(20, 130) + 0.5
     x[1], x[2, 129], x[4, 0], x[6] = 0.0, torch.nan, -torch.inf, 1e-38
@@ -207,7 +263,7 @@ def test_zero_rows_tiny_rows_and_rows_that_are_not_numbers(library_of: Library, 
     assert (got[[1, 6]] == 0).all()
 
 
-def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
+def test_a_nan_scale_affects_its_row_of_the_weight() -> None:
     weight, library_of = random_blocks(19, 70, FORMS["q4_1"]), kernels("generic")
     weight.scales[0, 1, 0, 5], weight.scales[1, 2, 1, 1] = torch.nan, torch.nan
     bad = cpu.linear_blocks(library_of, torch.randn(3, 70), weight).isnan().all(0)
@@ -215,7 +271,7 @@ def test_a_scale_that_is_no_number_spoils_its_row_of_the_weight() -> None:
 
 
 @EVERY_FORM
-def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) -> None:
+def test_embedded_rows_equal_dequantized_rows(library_of: Library, form: BlockForm) -> None:
     table = random_blocks(53, 300, form)
     ids = torch.tensor([52, 0, 17, 17, 31])
     assert torch.equal(cpu.embed_blocks(library_of, table, ids), table.dequantize(ids))
@@ -227,9 +283,7 @@ def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) 
 
 
 @EVERY_FORM
-def test_products_in_which_nothing_is_rounded(
-    library_of: Library, form: BlockForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_unrounded_rows(library_of: Library, form: BlockForm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED", 3000)  # several pieces
     x, weight, bias = torch.randn(9, 300), random_blocks(37, 300, form), torch.randn(37)
     want = x.double() @ weight.dequantize().double().T + bias
@@ -267,7 +321,7 @@ def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deter
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])
-def test_what_is_recorded_is_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_products_are_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, library_of)
     backend = select_backend("cpu", activations="int8" if activations == "int8" else "float32")
     assert isinstance(backend, CompiledBackend)
@@ -281,11 +335,11 @@ def test_what_is_recorded_is_repeated(library_of: Library, activations: str, mon
     assert recording.obstacle is None
     ids.copy_(torch.tensor([39, 0]))
     assert recording.repeat()
-    kept = found.clone()
-    assert torch.equal(kept, backend.linear(backend.linear(backend.embed(table, ids), stacked), table))
+    repeated = found.clone()
+    assert torch.equal(repeated, backend.linear(backend.linear(backend.embed(table, ids), stacked), table))
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     kernels("generic")
     weight = random_blocks(3, 8, FORMS["q4_0"])
     for x, bias in ((torch.randn(2, 7), None), (torch.randn(8), None), (torch.randn(2, 8), torch.randn(4))):
@@ -297,3 +351,216 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         cpu.linear_blocks(load(), torch.randn(2, 8), weight, out=torch.empty(2, 4))
     with pytest.raises(ValueError, match="no product"):
         cpu.linear_blocks(load(), torch.randn(2, 8), random_blocks(3, 8, BlockForm("odd", bits=8, group=16)))
+
+
+# -- rows rounded to bfloat16 by the matrix unit -------------------------------------------------------------------
+
+
+def filled_panels(numbers: Tensor) -> PanelWeight:
+    weight = PanelWeight.empty(*numbers.shape, numbers.dtype)
+    matmul_bindings.pack_panels(load(), weight.narrow(0, numbers.shape[0]), numbers)
+    return weight
+
+
+def test_every_code_at_every_place_of_the_matrix_unit(matrix_unit: Product) -> None:
+    """One row of x for each element of K selects the values of the weight."""
+    for form in FORMS.values():
+        weight = random_blocks(50, 330, form)
+        got = matrix_unit(torch.eye(330), weight)
+        assert torch.equal(got, weight.dequantize().bfloat16().float().T)
+
+
+def test_nan_rows_do_not_affect_others_in_the_matrix_unit(matrix_unit: Product) -> None:
+    weight, x = random_blocks(40, 130, FORMS["q8_0"]), torch.randn(50, 130)
+    want = matrix_unit(x, weight)
+    x[20, 129], x[33] = torch.nan, 0.0
+    got = matrix_unit(x, weight)
+    assert got[20].isnan().all() and (got[33] == 0).all()
+    others = [row for row in range(50) if row not in (20, 33)]
+    assert torch.equal(got[others], want[others])
+
+
+def test_panels_in_the_matrix_unit(matrix_unit: Product) -> None:
+    for rows, columns, inner in SHAPES:
+        x, numbers = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
+        weight = filled_panels(numbers)
+        bias = torch.randn(columns).bfloat16() if columns % 2 else None
+        got = matmul_bindings.linear_panels_amx(matrix_unit.library, x, weight, bias)
+        want = x.double() @ numbers.double().T + (0.0 if bias is None else bias.double())
+        size = x.double().abs() @ numbers.double().abs().T + 2
+        assert got.dtype == torch.bfloat16
+        assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 2e-6 * size).all()
+        panels = PanelWeight(columns, inner, at_the_end_of_memory(weight.data))
+        given = at_the_end_of_memory(x) if rows else x
+        assert torch.equal(matmul_bindings.linear_panels_amx(matrix_unit.library, given, panels, bias), got)
+    padded_out = torch.full((70, 200), -1.0).bfloat16()
+    x, weight = torch.randn(70, 1100).bfloat16(), filled_panels(torch.randn(150, 1100).bfloat16())
+    whole = matmul_bindings.linear_panels_amx(matrix_unit.library, x, weight)
+    matmul_bindings.linear_panels_amx(matrix_unit.library, x, weight, out=padded_out[:, 20:170])
+    assert (
+        torch.equal(padded_out[:, 20:170], whole)
+        and (padded_out[:, :20] == -1).all()
+        and (padded_out[:, 170:] == -1).all()
+    )
+    assert torch.equal(matmul_bindings.linear_panels_amx(matrix_unit.library, x[40:50], weight), whole[40:50])
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_gated_products_of_the_matrix_unit(matrix_unit: Product, activation: str) -> None:
+    """Compare with the activation of a plain product; for bfloat16, without rounding in between."""
+    for rows, columns, inner in GATED_SHAPES:
+        x, bias = torch.randn(rows, inner), torch.randn(columns) if rows % 2 else None
+        for form in (FORMS["q8_0"], FORMS["q4_k"]):
+            weight = random_blocks(columns, inner, form)
+            plain = matrix_unit(x, weight, bias)
+            want = cpu.gated_activation(matrix_unit.library, plain, activation)
+            got = matmul_bindings.linear_blocks_amx(matrix_unit.library, x, weight, bias, activation=activation)
+            assert got.shape == (rows, columns // 2) and torch.allclose(
+                got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max())
+            )
+            padded_out = torch.full((rows, columns), -1.0)
+            into = padded_out[:, 7 : 7 + columns // 2]
+            matmul_bindings.linear_blocks_amx(matrix_unit.library, x, weight, bias, activation=activation, out=into)
+            assert (
+                torch.equal(into, got)
+                and (padded_out[:, :7] == -1).all()
+                and (padded_out[:, 7 + columns // 2 :] == -1).all()
+            )
+        narrow, numbers = x.bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
+        wide = narrow.float() @ numbers.float().T + (0.0 if bias is None else bias)
+        want = cpu.gated_activation(load(), wide, activation)
+        got = matmul_bindings.linear_panels_amx(
+            matrix_unit.library, narrow, filled_panels(numbers), bias, activation=activation
+        )
+        assert got.dtype == torch.bfloat16
+        assert torch.allclose(got.float(), want, rtol=2**-8, atol=1e-5)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_with_many_rows_in_blocks(matrix_unit: Product, form: BlockForm, stacked: bool) -> None:
+    """Experts with 48 rows or more use the matrix unit, each in two parts if it is stacked."""
+    count, rows, inner, few = 5, 600, 330, matmul_bindings.BLOCK_TILE_MIN_ROWS
+    weights = [random_blocks(rows, inner, form) for _ in range(count)]
+    experts: list[Any] = (
+        [StackedWeight((one, random_blocks(40, inner, form))) for one in weights] if stacked else weights
+    )  # type: ignore[assignment]
+    biases = [torch.randn(640 if stacked else rows) for _ in range(count)]
+    for counts in ((few, 1, few - 1, 0, 3), (230, 0, few, few - 1, 200)):
+        chosen = torch.cat([torch.full((n,), expert) for expert, n in enumerate(counts)])
+        chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
+        x = torch.randn(len(chosen), inner)
+        own = matmul_bindings.CompiledExperts(experts, biases, matrix_unit.library, amx_blocks=True)
+        got = matmul_bindings.linear_of_experts(matrix_unit.library, x, own, chosen)
+        for expert, n in enumerate(counts):
+            mine = chosen[:, 0] == expert
+            multiply = matmul_bindings.linear_blocks_amx if n >= few else matmul_bindings.linear_blocks
+            parts = experts[expert].spans() if stacked else [(weights[expert], 0, rows)]
+            for part, begin, end in parts:
+                want = multiply(matrix_unit.library, x[mine], part, biases[expert][begin:end].contiguous())
+                assert torch.equal(got[mine][:, begin:end], want), (counts, expert)
+
+
+def test_experts_with_many_rows_in_panels(matrix_unit: Product) -> None:
+    count, few = 3, matmul_bindings.PANEL_TILE_MIN_ROWS
+    weights = [filled_panels(torch.randn(70, 330).bfloat16()) for _ in range(count)]
+    for counts in ((few, few - 1, 1), (100, 7, 60)):
+        chosen = torch.cat([torch.full((n,), expert) for expert, n in enumerate(counts)])
+        chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
+        x = torch.randn(len(chosen), 330).bfloat16()
+        own = matmul_bindings.CompiledExperts(weights, None, matrix_unit.library, amx_panels=True)
+        got = matmul_bindings.linear_of_experts(matrix_unit.library, x, own, chosen)
+        for expert, n in enumerate(counts):
+            mine = chosen[:, 0] == expert
+            multiply = matmul_bindings.linear_panels_amx if n >= few else matmul_bindings.linear_panels
+            assert torch.equal(got[mine], multiply(matrix_unit.library, x[mine], weights[expert])), (counts, expert)
+
+
+def test_backends_that_round_rows_of_experts(matrix_unit: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the backends that round dense products of that many rows."""
+    choose(monkeypatch, matrix_unit.library)
+    weights = [random_blocks(40, 320, FORMS["q8_0"]) for _ in range(2)]
+    x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
+    chosen[60:] = 1
+    for options, rounds in (
+        ({"bf16_prefill": True}, True),
+        ({}, False),
+        ({"bf16_prefill": True, "deterministic": True}, False),
+    ):
+        own = select_backend("cpu", **options)
+        got = own.linear_of_experts(x, own.experts(weights), chosen)
+        assert torch.equal(got[:60], own.linear(x[:60], weights[0]))
+        assert torch.equal(got[60:], matmul_bindings.linear_blocks(matrix_unit.library, x[60:], weights[1]))
+        plain = matmul_bindings.linear_blocks(matrix_unit.library, x[:60], weights[0])
+        assert torch.equal(got[:60], plain) is not rounds
+
+
+def test_unsuitable_operands_of_the_matrix_unit_are_refused(matrix_unit: Product) -> None:
+    weight = random_blocks(20, 64, FORMS["q8_0"])
+    with pytest.raises(ValueError, match="do not fill panels of 16"):
+        matmul_bindings.linear_blocks_amx(matrix_unit.library, torch.randn(3, 64), weight, activation="silu")
+    with pytest.raises(ValueError, match="unknown activation 'tanh'"):
+        matmul_bindings.linear_blocks_amx(matrix_unit.library, torch.randn(3, 64), weight, activation="tanh")
+    odd = BlockWeight(replace(weight.form, offset=3), 20, 64, weight.codes, weight.scales, None)
+    with pytest.raises(ValueError, match="no product for the form"):
+        matrix_unit(torch.randn(3, 64), odd)
+    with pytest.raises(ValueError, match="64 columns"):
+        matrix_unit(torch.randn(3, 65), weight)
+    with pytest.raises(ValueError, match="no matrix unit"):
+        Product(kernels("generic"), True)(torch.randn(3, 64), weight)
+    narrow = filled_panels(torch.randn(20, 64).bfloat16())
+    with pytest.raises(ValueError, match="float32 times"):
+        matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(3, 64), narrow)
+    with pytest.raises(ValueError, match="elements of a row are apart"):
+        matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(64, 3).bfloat16().t(), narrow)
+    with pytest.raises(ValueError, match="no matrix unit"):
+        matmul_bindings.linear_panels_amx(kernels("generic"), torch.randn(3, 64).bfloat16(), narrow)
+
+
+def test_backends_that_may_round_use_the_matrix_unit_for_many_rows() -> None:
+    kernels("avx512_amx")
+    if load().isa != "avx512_amx":
+        pytest.skip("another instruction set is selected")
+    weight, few = random_blocks(40, 320, FORMS["q4_k"]), matmul_bindings.BLOCK_TILE_MIN_ROWS - 1
+    x = torch.randn(few + 1, 320)
+    bytes_of = {rows: cpu.linear_blocks(load(), x[:rows], weight) for rows in (few, few + 1)}
+    rounded = select_backend("cpu", torch.float32, activations="int8", bf16_prefill=True)
+    assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
+    assert torch.equal(rounded.linear(x, weight), Product(load(), True)(x, weight))
+    gates = random_blocks(64, 320, FORMS["q4_k"])
+    opened = matmul_bindings.linear_blocks_amx(load(), x, gates, activation="gelu")
+    assert torch.equal(rounded.gated_linear(x, gates, None, "gelu"), opened)
+    for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that do not fill panels
+        want = rounded.gated_activation(rounded.linear(*few_or_odd), "gelu")
+        assert torch.equal(rounded.gated_linear(*few_or_odd, None, "gelu"), want)
+    narrow = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
+    assert torch.equal(narrow.linear(x.bfloat16(), weight), Product(load(), True)(x.bfloat16(), weight))
+    numbers = torch.randn(40, 320).bfloat16()
+    panel_weight, many = filled_panels(numbers), x[: matmul_bindings.PANEL_TILE_MIN_ROWS].bfloat16()
+    assert torch.equal(
+        narrow.linear(many, panel_weight),
+        matmul_bindings.linear_panels_amx(load(), many, panel_weight),
+    )
+    exact = select_backend("cpu", torch.bfloat16, deterministic=True)
+    assert torch.equal(exact.linear(many, panel_weight), matmul_bindings.linear_panels(load(), many, panel_weight))
+    for options in ({"bf16_prefill": False}, {"bf16_prefill": True, "deterministic": True}):
+        exact = select_backend("cpu", torch.float32, activations="int8", **options)
+        assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])
+
+
+def test_recorded_products_of_the_matrix_unit_are_repeated() -> None:
+    kernels("avx512_amx")
+    if load().isa != "avx512_amx":
+        pytest.skip("another instruction set is selected")
+    blocks_of, panels_of = random_blocks(96, 320, FORMS["q8_0"]), filled_panels(torch.randn(64, 48).bfloat16())
+    backend = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
+    assert isinstance(backend, CompiledBackend)
+    x = torch.randn(matmul_bindings.BLOCK_TILE_MIN_ROWS, 320).bfloat16()
+    with torch.inference_mode(), backend.record(cpu.Arena(1 << 20)) as recording:
+        found = backend.gated_linear(backend.gated_linear(x, blocks_of, None, "silu"), panels_of, None, "relu2")
+    assert recording.obstacle is None
+    assert [name for name, _ in recording.calls] == ["linear_blocks_amx", "linear_panels_amx"]
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        want = backend.gated_linear(backend.gated_linear(x, blocks_of, None, "silu"), panels_of, None, "relu2")
+        assert recording.repeat() and torch.equal(found, want)

@@ -1,4 +1,4 @@
-"""Layer norms, activations, limits and factors of rows against float64 formulas, in every instruction set available."""
+"""Norms, embeddings, activations, limits and factors of rows against float64, in every instruction set available."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
+from kernels_helpers.checks import TYPES, assert_near
 
-from windlass.kernels.cpu import elementwise_bindings
+from windlass.kernels import cpu
+from windlass.kernels.cpu import elementwise_bindings, load
 from windlass.kernels.cpu.library import Library
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-SHAPES = ((1, 1), (3, 7), (5, 64), (2, 9001))
+SHAPES = ((1, 1), (3, 7), (5, 64), (1, 9001), (2, 9001))
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -21,13 +21,8 @@ ACTIVATIONS = {
 }
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> None:
-    allowed = slack + ROUNDING[got.dtype] * 1.01 * want.abs()
-    assert ((got.double() - want).abs() <= allowed).all(), (got.double() - want).abs().max()
-
-
 def rows_of(rows: int, dim: int, type_: torch.dtype, spread: float = 4.0) -> torch.Tensor:
-    """Rows of a wider tensor."""
+    """Return rows of a wider tensor."""
     return (torch.randn(rows, dim + 3) * spread).to(type_)[:, :dim]
 
 
@@ -43,16 +38,32 @@ def test_activations(form: Library, name: str, type_: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_at_the_ends_of_the_range(form: Library, name: str) -> None:
+def test_extreme_activations(form: Library, name: str) -> None:
     x = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 40.0, -40.0, 1e4, -1e4, torch.inf, torch.nan]])
     want = ACTIVATIONS[name](x.double()).float()
     want = torch.where(x == -torch.inf, torch.zeros(()), want)
     torch.testing.assert_close(elementwise_bindings.activate(form, x, name), want, rtol=3e-6, atol=1e-7, equal_nan=True)
 
 
-def test_gelu_is_close_over_the_whole_range(form: Library) -> None:
+def test_gelu_over_its_range(form: Library) -> None:
     x = torch.linspace(-12, 12, 40_001)[None]
     assert (elementwise_bindings.activate(form, x, "gelu").double() - F.gelu(x.double())).abs().max() < 1e-6
+
+
+def test_extreme_gates(form: Library) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 89.0, -89.0, 1e4, -1e4, torch.inf, 3e38, torch.nan])
+    gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
+    got = cpu.gated_activation(form, gate_up, "silu")[0]
+    torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
+    got = cpu.gated_activation(form, gate_up, "gelu_tanh")[0]
+    want = F.gelu(gate.double(), approximate="tanh")
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-30, equal_nan=True)
+
+
+def test_silu_over_its_range(form: Library) -> None:
+    gate = torch.linspace(-87.0, 88.0, 40001)
+    got = cpu.gated_activation(form, torch.cat((gate, torch.ones_like(gate)))[None], "silu")[0]
+    torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -69,6 +80,52 @@ def test_xielu(form: Library, type_: torch.dtype) -> None:
             assert_near(elementwise_bindings.xielu(form, x, *numbers), want, 2e-5 if alpha_n > 20 else 3e-6)
 
 
+@pytest.mark.parametrize("type_", TYPES)
+def test_rms_norm(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((1, 1), (3, 7), (5, 64), (2, 2049), (40, 1000)):
+        x = (torch.randn(rows, dim + 5) * 3).to(type_)[:, :dim]
+        weight = torch.randn(dim)
+        want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        assert_near(cpu.rms_norm(form, x, weight, 1e-5), want, 2e-6)
+
+        residual = torch.randn(rows, dim).to(type_)
+        total = x + residual  # rounded to the type, as the sum that later layers see is
+        want = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        got = cpu.rms_norm(form, x, weight, 1e-5, residual)
+        assert torch.equal(residual, total)
+        assert_near(got, want, 2e-6)
+    fused = torch.randn(5, 7 * 40).to(type_)  # adjacent heads of q, k and v
+    for heads in (fused.view(5, 7, 40)[:, :4], fused.view(5, 7, 40)[:, 4:6], fused[:, 3:39].unflatten(1, (2, 18))):
+        weight = torch.randn(heads.shape[2])
+        got = cpu.rms_norm(form, heads, weight, 1e-5)
+        rows = heads.reshape(-1, heads.shape[2])
+        assert torch.equal(got.view(rows.shape), cpu.rms_norm(form, rows, weight, 1e-5))
+        assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
+    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # adjacent to queries and keys
+    want = values.double() / (values.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_near(cpu.rms_norm(form, values, torch.ones(512), 1e-6), want, 2e-6)
+    assert cpu.rms_norm(form, torch.randn(0, 4).to(type_), torch.ones(4), 1e-5).shape == (0, 4)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_embed_rows(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((5, 1), (7, 15), (40, 64), (3, 2049)):
+        table = at_the_end_of_memory(torch.randn(rows, dim).to(type_))
+        ids = torch.tensor([rows - 1, 0, rows // 2, 0])
+        assert torch.equal(cpu.embed_rows(form, table, ids), table[ids].float())
+        assert torch.equal(cpu.embed_rows(form, table, ids, 1.7), table[ids].float() * 1.7)
+        for dtype in TYPES:
+            found = cpu.embed_rows(form, table, ids, 1.7, dtype=dtype)
+            assert torch.equal(found, (table[ids].float() * 1.7).to(dtype))
+        part = table[:, : dim // 2 + 1]
+        assert torch.equal(cpu.embed_rows(form, part, ids), part[ids].float())
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError, match="not a row"):
+            cpu.embed_rows(form, table, torch.tensor([0, wrong]))
+    with pytest.raises(ValueError, match="adjacent"):
+        cpu.embed_rows(form, table.t(), ids)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("type_", TYPES)
 def test_layer_norm(form: Library, type_: torch.dtype, bias: bool) -> None:
@@ -82,7 +139,7 @@ def test_layer_norm(form: Library, type_: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dtype) -> None:
+def test_limits_and_factors_in_place(form: Library, type_: torch.dtype) -> None:
     for rows, dim in SHAPES:
         whole = (torch.randn(rows, dim + 3) * 2).to(type_)
         before, x = whole.clone(), whole[:, :dim]
@@ -101,8 +158,8 @@ def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dty
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_multiplies_in_place_by_rows_of_a_wider_tensor_and_by_one_factor(form: Library, type_: torch.dtype) -> None:
-    """Rounded once: the bits of plain torch."""
+def test_products_in_place_by_strided_rows_and_by_one_factor(form: Library, type_: torch.dtype) -> None:
+    """Rounded once, with the bits of plain torch."""
     for rows, dim in SHAPES:
         whole, wide, factor = rows_of(rows, 2 * dim, type_), rows_of(rows, 3 * dim, type_), torch.tensor([0.3])
         before, x, other = whole.clone(), whole[:, :dim], wide[:, dim : 2 * dim]
@@ -128,7 +185,7 @@ def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Libra
         assert all(torch.equal(whole[i : i + 1], call(x[i : i + 1])) for i in range(6))
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     form, x = kernels("generic"), torch.randn(3, 8)
     for call, says in (
         (lambda: elementwise_bindings.activate(form, x, "tanh"), "unknown activation"),
@@ -150,3 +207,27 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             call()
+
+
+def test_nothing_past_the_rows_of_norms_and_gates_is_read(form: Library) -> None:
+    for type_ in TYPES:
+        x = at_the_end_of_memory(torch.randn(3, 38).to(type_))
+        weight = at_the_end_of_memory(torch.ones(38))
+        residual = at_the_end_of_memory(torch.zeros(3, 38).to(type_))
+        assert torch.isfinite(cpu.rms_norm(form, x, weight, 1e-5, residual)).all()
+        assert torch.isfinite(cpu.gated_activation(form, x, "silu")).all()
+
+
+def test_unsuitable_operands_of_norms_and_gates_are_refused() -> None:
+    kernels("generic")
+    x = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="weight"):
+        cpu.rms_norm(load(), x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        cpu.rms_norm(load(), x, torch.ones(8), 1e-5, torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="float64"):
+        cpu.rms_norm(load(), x.double(), torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="relu"):
+        cpu.gated_activation(load(), x, "relu")
+    with pytest.raises(ValueError, match="2F"):
+        cpu.gated_activation(load(), x[:, :7], "silu")

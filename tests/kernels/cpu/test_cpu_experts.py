@@ -1,4 +1,4 @@
-"""Experts through the compiled kernels: routing against plain torch, products against float64, for every instruction set."""
+"""Compiled experts: routing against plain torch, and products against those of single experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers.marks import slow_but
 
 from windlass.kernels import FORMS, Backend, Routing, StackedWeight, select_backend
 from windlass.kernels.cpu import elementwise_bindings, matmul_bindings
@@ -25,7 +26,7 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("experts", [8, 60, 160])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) -> None:
+def test_routing_equals_plain_torch(form: Library, routing: Routing, experts: int) -> None:
     torch.manual_seed(experts)
     logits = 2 * torch.randn(33, experts + 3)[:, :experts]
     for bias in (None, 0.5 * torch.randn(experts)) if routing.scores != "sparsemixer" else (None,):
@@ -38,8 +39,8 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(form: Library, routing: Routing) -> None:
-    """With the bits of weights without factors times those."""
+def test_weights_are_multiplied_by_scales_of_experts(form: Library, routing: Routing) -> None:
+    """The result has the bits of the unscaled weights times the scales."""
     logits, scales = 2 * torch.randn(9, 60), torch.randn(60)
     for route in (reference.route, row_independent.route, functools.partial(matmul_bindings.route, form)):
         plain, found = route(logits, routing), route(logits, routing, scales=scales)
@@ -49,7 +50,7 @@ def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(form
         matmul_bindings.route(form, logits, routing, scales=scales[:59])
 
 
-def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form: Library) -> None:
+def test_the_first_of_equal_scores_is_chosen_and_nan_chooses_valid_experts(form: Library) -> None:
     equal = matmul_bindings.route(form, torch.zeros(2, 6), Routing(3))
     assert equal.chosen.tolist() == [[0, 1, 2]] * 2
     assert torch.equal(reference.route(torch.zeros(2, 6), Routing(3)).chosen, equal.chosen)
@@ -57,8 +58,8 @@ def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form
     assert all(0 <= one < 6 for one in broken.chosen[0].tolist())
 
 
-def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> object:
-    """A weight, filled; "stacked": of two forms of blocks."""
+def random_weight(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> object:
+    """Return a random weight. "stacked" has two forms of blocks."""
     numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     if storage == "stacked":
         half = rows // 2
@@ -75,18 +76,20 @@ def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> 
     return weight
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"])
-@pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), (600, 250)])
-def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int, tokens: int) -> None:
-    """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
+@pytest.mark.parametrize(
+    "storage", slow_but(["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"], "bfloat16", "q4_k", "stacked")
+)
+@pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), pytest.param(600, 250, marks=pytest.mark.slow)])
+def test_products_equal_those_of_single_experts(form: Library, storage: str, rows: int, tokens: int) -> None:
+    """The bits of a row do not depend on the other rows and experts."""
     backend = select_backend("cpu", deterministic=True)
     inner, count = 64, 5
-    weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
+    weights = [random_weight(backend, storage, rows, inner, seed) for seed in range(count)]
     biases = [torch.randn(rows) for _ in range(count)]
     experts = matmul_bindings.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
     x = torch.randn(tokens, inner)
     chosen = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)])
-    chosen[:, 0] = 2  # many rows of one expert, and none of some other, perhaps
+    chosen[:, 0] = 2  # many rows of one expert, and possibly none of another
     found = matmul_bindings.linear_of_experts(form, x, experts, chosen).view(tokens, 3, rows)
     again = matmul_bindings.linear_of_experts(form, x.repeat_interleave(3, 0), experts, chosen).view(tokens, 3, rows)
     assert torch.equal(found, again)
@@ -102,7 +105,7 @@ def test_products_are_those_of_single_experts(form: Library, storage: str, rows:
 def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
     backend = select_backend("cpu")
     for storage in ("float32", "bfloat16", "q8_0"):
-        weights = [made(backend, storage, 32, 64, seed) for seed in range(3)]
+        weights = [random_weight(backend, storage, 32, 64, seed) for seed in range(3)]
         experts = matmul_bindings.CompiledExperts(weights, None, form)  # type: ignore[arg-type]
         x, chosen = torch.randn(4, 64).to(dtype), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
         found = matmul_bindings.linear_of_experts(form, x, experts, chosen)
@@ -111,7 +114,7 @@ def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_an_expert_that_is_none_is_an_error(form: Library) -> None:
+def test_an_invalid_expert_is_refused(form: Library) -> None:
     experts = matmul_bindings.CompiledExperts([torch.randn(8, 8), torch.randn(8, 8)], None, form)
     for wrong in (2, -1):
         with pytest.raises(IndexError, match="not one of 2"):
@@ -119,8 +122,8 @@ def test_an_expert_that_is_none_is_an_error(form: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_goes_with_them(form: Library, dtype: torch.dtype) -> None:
-    """Sums, gates and gpt-oss's activation against plain torch, in shapes that end within a vector."""
+def test_sums_gates_and_clamped_glu(form: Library, dtype: torch.dtype) -> None:
+    """Compare with plain torch in shapes that do not fill vectors."""
     exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     parts, weights = torch.randn(21, 53).to(dtype), torch.rand(7, 3)
     total = matmul_bindings.sum_of_experts(form, parts, weights)

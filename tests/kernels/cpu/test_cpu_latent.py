@@ -1,4 +1,4 @@
-"""Latent attention's products by head and its norm against float64, and attention whose keys are its values, for every form."""
+"""Latent attention: products by head and the norm against float64, and attention that uses keys as values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBac
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-# Rotated, plain, value and latent dims: DeepSeek's, and such as fill no vector.
+# Rotated, plain, value and latent dims: those of DeepSeek, and some that fill no vector.
 SHAPES = [(64, 128, 128, 512), (8, 12, 10, 24), (2, 1, 3, 5), (4, 7, 33, 67)]
 
 
 def operands(
     shape: tuple[int, int, int, int], x_type: torch.dtype, up_type: torch.dtype, tokens: int = 6, heads: int = 3
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and what attention brought back, both views with strides of their own, and the heads' matrices."""
+    """Return strided queries and attention results, and the matrices of the heads."""
     rotary, plain, values, dim = shape
     q = torch.randn(tokens, heads, rotary + plain + 3).to(x_type)[:, :, : rotary + plain]
     attended = torch.randn(tokens, heads, rotary + dim).to(x_type)[:, :, rotary:]
@@ -31,8 +31,8 @@ def operands(
 
 def expected_queries(q: torch.Tensor, up: torch.Tensor, rotary: int) -> torch.Tensor:
     plain = q.shape[2] - rotary
-    made = torch.einsum("thn,hnc->thc", q[..., rotary:].double(), up[:, :plain].double())
-    return torch.cat((q[..., :rotary].double(), made), dim=-1)
+    products = torch.einsum("thn,hnc->thc", q[..., rotary:].double(), up[:, :plain].double())
+    return torch.cat((q[..., :rotary].double(), products), dim=-1)
 
 
 def expected_values(attended: torch.Tensor, up: torch.Tensor, values: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_products_by_head(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, RowIndependentBackend])
-def test_plain_torch_means_the_same(backend: type[TorchBackend]) -> None:
+def test_plain_torch_agrees(backend: type[TorchBackend]) -> None:
     bound = backend(BackendOptions(torch.device("cpu")))
     for shape in SHAPES:
         q, attended, up = operands(shape, torch.float32, torch.bfloat16)
@@ -64,7 +64,7 @@ def test_plain_torch_means_the_same(backend: type[TorchBackend]) -> None:
         assert_near(bound.latent_values(attended, up, shape[2]), expected_values(attended, up, shape[2]))
 
 
-def test_a_token_has_the_bits_that_it_has_alone(form: Library) -> None:
+def test_a_token_has_the_same_bits_alone(form: Library) -> None:
     for shape in SHAPES:
         q, attended, up = operands(shape, torch.float32, torch.bfloat16, tokens=11)
         queries = attention_bindings.latent_queries(form, q, up, shape[0])
@@ -75,7 +75,7 @@ def test_a_token_has_the_bits_that_it_has_alone(form: Library) -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_nothing_behind_an_operand_is_read(form: Library, type_: torch.dtype) -> None:
+def test_nothing_past_the_operands_is_read(form: Library, type_: torch.dtype) -> None:
     for shape in SHAPES[1:]:
         q, attended, up = (at_the_end_of_memory(x.contiguous()) for x in operands(shape, type_, type_))
         attention_bindings.latent_queries(form, q, up, shape[0])
@@ -86,7 +86,7 @@ def test_nothing_behind_an_operand_is_read(form: Library, type_: torch.dtype) ->
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("dim", [512, 24, 5, 67])
-def test_a_norm_in_place_leaves_the_rest_of_a_row(form: Library, type_: torch.dtype, dim: int) -> None:
+def test_norms_in_place_do_not_change_the_rest_of_a_row(form: Library, type_: torch.dtype, dim: int) -> None:
     rows = torch.randn(7, 8 + dim + 2).to(type_)
     weight, before = torch.rand(dim) + 0.5, rows.clone()
     x = before[:, 8 : 8 + dim].double()
@@ -101,8 +101,8 @@ def test_a_norm_in_place_leaves_the_rest_of_a_row(form: Library, type_: torch.dt
 
 @pytest.mark.parametrize(("heads", "dim"), [(16, 576), (40, 288), (5, 29)])
 @pytest.mark.parametrize("page_type", TYPES)
-def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int, page_type: torch.dtype) -> None:
-    """A sequence of one new token, one of several, and one whose early keys meet another version of its queries."""
+def test_attention_with_keys_as_values(form: Library, heads: int, dim: int, page_type: torch.dtype) -> None:
+    """Sequences of one and of several new tokens, without and with key ranges."""
     lengths, news, blocks = [300, 70, 33], [1, 9, 3], 40
     pages = KVPages(
         *(torch.randn(shape).to(kind) for shape, kind in page_tensor_shapes(blocks, 16, 1, dim, 0, page_type))
@@ -119,7 +119,7 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     assert rows is not None and own is not None
     decoded = attention_bindings.paged_attention_decode(form, q[rows], seen, own)
     assert (decoded - want[rows]).abs().max() < 1e-5
-    versions = torch.cat((q, torch.randn(13, heads, dim)))
+    query_copies = torch.cat((q, torch.randn(13, heads, dim)))
     first = torch.tensor([[16, 300], [16, 70], [16, 33]])
     ranged = AttentionCall(
         *(tables, start, torch.tensor(lengths), call.score_scale, dim**-0.5),
@@ -127,12 +127,12 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
             first, torch.stack((start[:3] + 13, start[:3]), dim=1).contiguous(), torch.full((3, 2), 10**6)
         ),
     )
-    want = reference.paged_attention(versions, seen, ranged)
-    got = attention_bindings.paged_attention_prefill(form, versions, seen, ranged)
+    want = reference.paged_attention(query_copies, seen, ranged)
+    got = attention_bindings.paged_attention_prefill(form, query_copies, seen, ranged)
     assert (got - want).abs().max() < 1e-5
 
 
-def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library) -> None:
+def test_appending_and_rerotation_do_not_change_latent_dims(form: Library) -> None:
     pages = KVPages(
         *(torch.zeros(shape, dtype=kind) for shape, kind in page_tensor_shapes(4, 16, 1, 40, 0, torch.bfloat16))
     )
@@ -152,7 +152,7 @@ def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library
     assert (rows[moved].float() - other.key.view(-1, 40)[moved].float()).abs().max() < 0.05
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     q, attended, up = operands(SHAPES[1], torch.float32, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         attention_bindings.latent_queries(load(), q, up, 21)

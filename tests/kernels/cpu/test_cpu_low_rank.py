@@ -1,4 +1,4 @@
-"""What adapters add to products, against float64: every rank, type, mix of slots and shape that ends within a vector."""
+"""Low-rank updates of adapters against float64: ranks, dtypes, mixed slots, and shapes that do not fill vectors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
+from kernels_helpers.checks import same_on_threads
 from kernels_helpers.low_rank import Expected, change, expected
 
 from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate, select_backend
@@ -46,7 +47,7 @@ def test_every_rank_and_odd_shapes(form: Library, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "down", "up"), itertools.product(FLOATS, FLOATS, FLOATS))
-def test_every_type_and_parts_of_their_own_ranks(
+def test_every_dtype_and_parts_of_different_ranks(
     form: Library, dtype: torch.dtype, down: torch.dtype, up: torch.dtype
 ) -> None:
     columns, inner, rows = [70, 33, 20], 77, 23
@@ -62,33 +63,32 @@ def test_every_type_and_parts_of_their_own_ranks(
     assert close(out, wanted, dtype)
 
 
-def test_the_bits_of_a_row_depend_on_that_row_alone(form: Library) -> None:
+def test_the_bits_of_a_row_depend_on_that_row_only(form: Library) -> None:
     columns, inner, rows = [100, 40], 3000, 40
     changes = [change(columns, inner, [1 + i, 16 - i], down=FLOATS[i % 3], up=FLOATS[i % 2]) for i in range(4)]
     table = table_of(list(changes), sum(columns), inner)
     slots = torch.randint(-1, 4, (rows,), generator=torch.Generator().manual_seed(1))
     x, out = torch.randn(rows, inner), torch.randn(rows, sum(columns))
-    found = []
-    for threads in (1, 2, 3, 4):
-        torch.set_num_threads(threads)
+
+    def added() -> torch.Tensor:
         together = out.clone()
         add_low_rank(form, together, x, table, slots)
-        found.append(together)
-    torch.set_num_threads(1)
-    assert all(torch.equal(other, found[0]) for other in found)
+        return together
+
+    found = same_on_threads(added, 1, 2, 3, 4)
     for row in range(rows):
         alone = out[row : row + 1].clone()
         add_low_rank(form, alone, x[row : row + 1], table, slots[row : row + 1])
-        assert torch.equal(alone[0], found[0][row])
+        assert torch.equal(alone[0], found[row])
     strided = torch.zeros(rows, 2 * inner)[:, :inner]
     strided.copy_(x)
     target = torch.zeros(rows, sum(columns) + 5)[:, 5:]
     target.copy_(out)
     add_low_rank(form, target, strided, table, slots)
-    assert torch.equal(target, found[0])
+    assert torch.equal(target, found)
 
 
-def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:
+def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
     for columns, inner, rank in ((33, 17, 3), (65, 31, 5), (7, 5, 1)):
         own = change([columns], inner, [rank], down=torch.bfloat16, up=torch.float16)
         own = LowRankUpdate(
@@ -103,7 +103,7 @@ def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:
         assert close(out, wanted, torch.float32)
 
 
-def test_a_table_is_written_between_steps() -> None:
+def test_a_table_changes_between_steps() -> None:
     table = CompiledLowRankTable(2, 40, 24)
     x, zeros, slots = torch.randn(2, 24), torch.zeros(2, 40), torch.tensor([1, 0])
     address = table.address
@@ -123,7 +123,7 @@ def test_a_table_is_written_between_steps() -> None:
     assert torch.equal(added(), zeros) and table.address == address
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     table = table_of([change([40], 24, [3], down=torch.float32, up=torch.float32)], 40, 24)
     x, out = torch.randn(2, 24), torch.randn(2, 40)
     for slots in ([0, 1], [-2, 0]):
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_agrees(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "off")
     plain = select_backend("cpu", deterministic=deterministic)
     assert "torch" in plain.explain()

@@ -1,31 +1,32 @@
-"""Angles, and re-rotation of cached keys, against float64 formulas and the plain form; how the pages are written."""
+"""Rotary angles, rotation of new keys and of cached ones, against float64 formulas and plain torch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.code_pages import pages_of_codes
 from helpers.cpu_kernels import FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_helpers.checks import ROUNDING, TYPES, assert_near, same_bytes
 
 from windlass.kernels import KVPages, cpu, select_backend
 from windlass.kernels.cpu import attention_bindings, load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference, row_independent
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
 
 
 # -- angles --------------------------------------------------------------------------------------------------------
 
 
-def test_angles_at_ten_million_tokens_and_beyond(form: Library) -> None:
+def test_angles_of_ten_million_tokens_and_more(form: Library) -> None:
     inv_freq = (5e5 ** -(torch.arange(31, dtype=torch.float64) / 31)).view(1, 1, 31)
     for limit in (10**7, 2**31):
         positions = torch.cat((torch.arange(8), torch.randint(limit // 2, limit, (64,))))
@@ -42,7 +43,7 @@ def test_angles_at_ten_million_tokens_and_beyond(form: Library) -> None:
 
 
 def test_angles_in_every_quarter_turn(form: Library) -> None:
-    """Near multiples of pi / 4 the reduction changes sides; past 3e9 radians it is the C library's."""
+    """The argument reduction changes at multiples of pi / 4. Above 3e9 radians the C library reduces."""
     quarter = math.pi / 4 * torch.arange(1, 65, dtype=torch.float64)
     inv_freq = torch.cat((quarter, quarter + 1e-9, quarter - 1e-9, torch.tensor([1e-300, 0.0, 1e9, 3e9, 1e15])))
     positions = torch.tensor([0, 1, 3, 1023])
@@ -54,7 +55,7 @@ def test_angles_in_every_quarter_turn(form: Library) -> None:
             assert abs(float(sin[0, t, j]) - math.sin(angle)) < 3.1e-8
 
 
-def test_angles_pick_rows_and_groups(form: Library) -> None:
+def test_angles_of_rows_and_groups(form: Library) -> None:
     inv_freq = torch.rand(3, 4, 10, dtype=torch.float64)
     rows, positions = torch.tensor([3, 0, 3, 1, 2]), torch.tensor([5, 6, 1000, 0, 9])
     got = cpu.rotary_angles(form, inv_freq, rows, positions)
@@ -69,7 +70,7 @@ def test_angles_pick_rows_and_groups(form: Library) -> None:
             cpu.rotary_angles(form, inv_freq, torch.tensor([bad]), positions[:1])
 
 
-def test_angles_refuse_wrong_operands() -> None:
+def test_unsuitable_operands_of_angles_are_refused() -> None:
     kernels("generic")
     inv_freq, index = torch.rand(1, 2, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="float32"):
@@ -80,6 +81,125 @@ def test_angles_refuse_wrong_operands() -> None:
         cpu.rotary_angles(load(), inv_freq, index, index.int())
     with pytest.raises(ValueError, match=r"\[3\]"):
         cpu.rotary_angles(load(), inv_freq, index, index[:2])
+
+
+# -- new tokens ---------------------------------------------------------------------------------------------------
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Multiply each pair (j, j + d/2) as one complex number by cos + i sin, in float64."""
+    half = cos.shape[-1]
+    x = x.double()
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+
+
+def angles(positions: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = positions.double()[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
+    return turn.cos(), turn.sin()
+
+
+@pytest.mark.parametrize(("type_", "page_type"), itertools.product(TYPES, TYPES))
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (512, 256), (6, 0)])
+def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.dtype, dim: int, half: int) -> None:
+    tokens, q_heads, kv_heads, value_dim, blocks, size = 9, 6, 2, dim // 2 + 1, 4, 8
+    fused = torch.randn(tokens, (q_heads + kv_heads) * dim + kv_heads * value_dim).to(type_)
+    q_part, k_part, v_part = fused.split([q_heads * dim, kv_heads * dim, kv_heads * value_dim], dim=1)
+    q, k = q_part.view(tokens, q_heads, dim), k_part.view(tokens, kv_heads, dim)
+    v = v_part.view(tokens, kv_heads, value_dim)
+    before = fused.clone()
+    cos, sin = angles(torch.tensor([0, 1, 2, 77, 4095, 131071, 10**6, 2**24 + 1, 10**9]), half)
+    q_scale = torch.rand(tokens) + 0.5
+    keys = torch.randn(blocks, size, kv_heads, dim).to(page_type)
+    values = torch.randn(blocks, size, kv_heads, value_dim).to(page_type)
+    keys_before, values_before = keys.clone(), values.clone()
+    slots = torch.randperm(blocks * size)[:tokens]
+    slots[3] = -1
+    old_q = q.clone()
+    cpu.rotate_and_append(form, q, k, v, cos.float(), sin.float(), q_scale, KVPages(keys, values), slots)
+
+    want = rotated(old_q, cos.float().double(), sin.float().double())
+    want[..., : 2 * half] *= q_scale.double()[:, None, None]
+    assert_near(q, want)
+    assert torch.equal(fused[:, q_heads * dim :], before[:, q_heads * dim :])  # k and v are unchanged
+    written = slots[slots >= 0]
+    tokens_written = (slots >= 0).nonzero()[:, 0]
+    flat_keys, flat_values = keys.view(-1, kv_heads, dim), values.view(-1, kv_heads, value_dim)
+    assert_near(flat_keys[written], rotated(k, cos.float().double(), sin.float().double())[tokens_written])
+    assert torch.equal(flat_values[written], v[tokens_written].float().to(page_type))
+    others = torch.ones(blocks * size, dtype=torch.bool)
+    others[written] = False
+    assert torch.equal(flat_keys[others], keys_before.view(-1, kv_heads, dim)[others])
+    assert torch.equal(flat_values[others], values_before.view(-1, kv_heads, value_dim)[others])
+
+
+@pytest.mark.parametrize("page_type", [*TYPES, torch.int8])
+def test_queries_alone(form: Library, page_type: torch.dtype) -> None:
+    """Without heads of keys and values the pages are unchanged, for any slots."""
+    q, q_scale, slots = torch.randn(3, 4, 16), torch.rand(3) + 0.5, torch.tensor([0, 5, 16])
+    cos, sin = angles(torch.tensor([0, 7, 4095]), 8)
+    if page_type == torch.int8:
+        codes, scales = torch.randint(-127, 128, (2, 16, 2, 16)).to(torch.int8), torch.rand(2, 16, 2)
+        pages = pages_of_codes(codes, scales, codes, scales)
+    else:
+        pages = KVPages(*torch.randn(2, 2, 16, 2, 16).to(page_type))
+    planes = [one for one in (pages.key, pages.value, pages.key_scale, pages.value_scale) if one is not None]
+    before, own = [plane.clone() for plane in planes], q.clone()
+    none = q[:, :0]
+    cpu.rotate_and_append(form, q, none, none, cos.float(), sin.float(), q_scale, pages, slots)
+    want = rotated(own, cos.float().double(), sin.float().double()) * q_scale.double()[:, None, None]
+    assert_near(q, want)
+    reference.rotate_and_append(own, none, none, cos.float(), sin.float(), q_scale, pages, slots)
+    assert_near(own, want)
+    assert all(torch.equal(plane, old) for plane, old in zip(planes, before, strict=True))
+
+
+def test_many_tokens_and_no_tokens(form: Library) -> None:
+    tokens = 300
+    q, k, v = torch.randn(tokens, 4, 64), torch.randn(tokens, 2, 64), torch.randn(tokens, 2, 64)
+    cos, sin = angles(torch.arange(tokens), 32)
+    pages = KVPages(torch.zeros(20, 16, 2, 64), torch.zeros(20, 16, 2, 64))
+    want_q, want_k = rotated(q, cos, sin), rotated(k, cos, sin)
+    slots = torch.arange(tokens).flip(0) + 16
+    operands = q, k, v, cos.float(), sin.float(), torch.ones(tokens)
+    cpu.rotate_and_append(form, *operands, pages, slots)
+    assert_near(q, want_q, 3e-6)
+    assert_near(pages.key.view(-1, 2, 64)[slots], want_k, 3e-6)
+    assert torch.equal(pages.value.view(-1, 2, 64)[slots], v)
+    before = pages.key.clone()
+    cpu.rotate_and_append(form, *(x[:0] for x in operands), pages, slots[:0])
+    assert torch.equal(pages.key, before)
+
+
+def test_a_slot_past_the_pages_changes_nothing(form: Library) -> None:
+    q, k = torch.randn(2, 2, 16), torch.randn(2, 1, 16)
+    cos, sin = (x.float() for x in angles(torch.arange(2), 8))
+    pages = torch.zeros(2, 4, 1, 16)
+    before = q.clone()
+    with pytest.raises(IndexError, match="slot"):
+        cpu.rotate_and_append(
+            form, q, k, k, cos, sin, torch.ones(2), KVPages(pages, pages.clone()), torch.tensor([0, 8])
+        )
+    assert torch.equal(q, before)
+    assert not pages.any()
+
+
+def test_unsuitable_operands_of_appending_are_refused() -> None:
+    kernels("generic")
+    q, k, pages = torch.randn(2, 2, 16), torch.randn(2, 1, 16), torch.zeros(2, 4, 1, 16)
+    narrow, codes, other = k.bfloat16(), pages.to(torch.int8), torch.randn(2, 2, 16)
+    half, ones, slots = torch.zeros(2, 8), torch.ones(2), torch.tensor([0, 1])
+    cpu.rotate_and_append(load(), q, k, k, half, half, ones, KVPages(pages, pages), slots)
+    for own_k, own_pages, word in ((narrow, pages, "bfloat16"), (k, codes, "int8"), (other, pages, "fit")):
+        with pytest.raises(ValueError, match=word):
+            cpu.rotate_and_append(load(), q, own_k, k, half, half, ones, KVPages(own_pages, own_pages), slots)
+    table = torch.zeros(2, 9)
+    with pytest.raises(ValueError, match="18 rotary dims"):
+        cpu.rotate_and_append(load(), q, k, k, table, table, torch.ones(2), KVPages(pages, pages), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="cos and sin"):
+        cpu.rotate_and_append(
+            load(), q, k, k, table[:, :4], table[:, :5], torch.ones(2), KVPages(pages, pages), torch.tensor([0, 1])
+        )
 
 
 # -- re-rotation ---------------------------------------------------------------------------------------------------
@@ -114,7 +234,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", FORMS)
 def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type_):  # type: ignore[no-untyped-def]
-    """Every slot afterwards: the re-rotated ones in float64, their values, and all others bit for bit as they were."""
+    """Compare re-rotated keys with float64. Their values and all other slots keep their bits."""
     form = kernels(name)
     torch.manual_seed(seed)
     dim, value_dim = dims
@@ -135,13 +255,13 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type
     c, s = cos.double()[:, None], sin.double()[:, None]
     want = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
     assert ((new[targets][..., : 2 * half].double() - want).abs() <= 1e-6 + ROUNDING[type_] * 1.01 * want.abs()).all()
-    assert torch.equal(bits(new[targets][..., 2 * half :]), bits(old[sources][..., 2 * half :]))
+    assert same_bytes(new[targets][..., 2 * half :], old[sources][..., 2 * half :])
     values = before.value.view(48, kv_heads, value_dim)
-    assert torch.equal(bits(pages.value.view(48, kv_heads, value_dim)[targets]), bits(values[sources]))
+    assert same_bytes(pages.value.view(48, kv_heads, value_dim)[targets], values[sources])
     others = torch.ones(48, dtype=torch.bool)
     others[targets] = False
-    assert torch.equal(bits(new[others]), bits(old[others]))
-    assert torch.equal(bits(pages.value.view(48, kv_heads, value_dim)[others]), bits(values[others]))
+    assert same_bytes(new[others], old[others])
+    assert same_bytes(pages.value.view(48, kv_heads, value_dim)[others], values[others])
 
     plain = copy_of(before)
     reference.rerotate_cached_keys(plain, sources, targets, cos, sin)
@@ -150,8 +270,8 @@ def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.dtype) -> None:
-    """NaNs keep their payload, and adjacent data is not read."""
+def test_a_move_without_rotated_pairs_copies_any_bits(form: Library, type_: torch.dtype) -> None:
+    """NaN keeps its payload, and adjacent data is not read."""
     pages = pages_of(3, 20, 7, type_)
     for part in (pages.key, pages.value):
         integers = bits(part)
@@ -167,7 +287,7 @@ def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.
         assert torch.equal(got[:24], want[:24])
 
 
-def test_poison_stays_in_its_own_slot(form: Library) -> None:
+def test_nan_stays_in_its_slot(form: Library) -> None:
     pages = pages_of(2, 24, 24, torch.float32)
     flat = pages.key.view(-1, 2, 24)
     flat[::2] = torch.nan
@@ -205,7 +325,7 @@ def test_a_slot_outside_the_pages_changes_nothing(form: Library, source: int, ta
 
 
 @pytest.mark.parametrize(("source", "target"), [(40, 0), (0, 40), (-1, 0), (0, -1)])
-def test_the_plain_form_refuses_slots_too(monkeypatch: pytest.MonkeyPatch, source: int, target: int) -> None:
+def test_torch_refuses_slots_outside_the_pages(monkeypatch: pytest.MonkeyPatch, source: int, target: int) -> None:
     choose(monkeypatch, "turned off by this test")
     pages = pages_of(2, 16, 16, torch.float32)
     before = copy_of(pages)
@@ -228,7 +348,7 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         assert torch.isfinite(cpu.rotary_angles(form, inv_freq, index, index)[0]).all()
 
 
-def test_values_stay_where_they_are_unless_asked_along() -> None:
+def test_values_move_only_on_request() -> None:
     for form in ("reference", "cpu"):
         pages = pages_of(2, 16, 16, torch.float32)
         before = copy_of(pages)
@@ -237,11 +357,11 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
             cpu.rerotate_cached_keys(load(), pages, sources, targets, angle.cos(), angle.sin(), values=False)
         else:
             reference.rerotate_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
-        assert torch.equal(bits(pages.value), bits(before.value))
+        assert same_bytes(pages.value, before.value)
         assert not torch.equal(pages.key.view(-1, 2, 16)[targets], before.key.view(-1, 2, 16)[targets])
 
 
-def test_rerotate_refusals_say_why() -> None:
+def test_unsuitable_operands_of_rerotation_are_refused() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
     codes = KVPages(pages.key.to(torch.int8), pages.value.to(torch.int8))
@@ -258,14 +378,14 @@ def test_rerotate_refusals_say_why() -> None:
         cpu.rerotate_cached_keys(load(), apart, index, index, half, half)
 
 
-# -- large appends go past the caches ------------------------------------------------------------------------------
+# -- large appends bypass the caches ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dim", "half", "shift"), [(64, 32, 0), (64, 16, 0), (48, 12, 0), (64, 32, 1), (40, 16, 0)])
-def test_writing_past_the_caches_gives_the_same_bits(
+def test_bypassing_the_caches_gives_the_same_bits(
     form: Library, monkeypatch: pytest.MonkeyPatch, dim: int, half: int, shift: int
 ) -> None:
-    """Whether or not rows are whole, aligned vectors (a shift moves the pages off by one float)."""
+    """For rows of whole, aligned vectors and for others. shift: floats by which the pages are misaligned."""
     tokens, heads, room = 40, 3, 6 * 8 * 3 * dim
     q, k, v = (torch.randn(tokens, heads, dim) for _ in range(3))
     angle, slots = torch.rand(tokens, half), torch.randperm(48)[:tokens]
@@ -280,14 +400,14 @@ def test_writing_past_the_caches_gives_the_same_bits(
     assert torch.equal(*found)
 
 
-def test_only_what_outgrows_half_the_cache_goes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_appends_larger_than_half_the_cache_bypass_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = KVPages(torch.empty(4, 16, 4, 64), torch.empty(4, 16, 4, 32))
     monkeypatch.setattr(attention_bindings, "_cache_bytes", lambda: 200 * 4 * (64 + 32) * 4)
     assert not attention_bindings._outgrows_caches(pages, 100)
     assert attention_bindings._outgrows_caches(pages, 101)
 
 
-def test_the_cache_size_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_size_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, want in (("32768K\n", 32 << 20), ("8M\n", 8 << 20), ("", 32 << 20), ("some", 32 << 20)):
         (tmp_path / "size").write_text(text)
         monkeypatch.setattr(attention_bindings, "_CACHE_SIZE_FILE", tmp_path / "size")

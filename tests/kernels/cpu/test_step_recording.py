@@ -1,4 +1,4 @@
-"""Recorded calls give the same bits when repeated on shared memory; calls that cannot be repeated are reported."""
+"""Recorded calls have the same bits when they are repeated on shared memory. Calls that cannot be repeated are reported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_case import decode_call
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
-from kernels_helpers.attention_calls import decode_call
 
 from windlass.kernels import KVPages, Routing, cpu, select_backend
 from windlass.kernels.cpu.call_recording import CompiledRecording
@@ -40,14 +40,14 @@ def backend() -> CompiledBackend:
 
 @pytest.fixture(params=PACKED_FORMS)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledBackend:
-    """The backend of the kernels that this process takes for its best."""
+    """Return the backend with these kernels as the fastest ones of the process."""
     found = kernels(request.param)
     choose(monkeypatch, found)
     return compiled()
 
 
 class Layers:
-    """The calls of a decode step, [T, HIDDEN] to logits [T, VOCABULARY], every layer with weights and pages of its own."""
+    """The calls of a decode step. Every layer has its own weights and pages."""
 
     def __init__(self, backend: CompiledBackend, layers: int, rows: int) -> None:
         self.backend = backend
@@ -70,7 +70,7 @@ class Layers:
         self.change()
 
     def change(self) -> None:
-        """As another step would find its inputs."""
+        """Write the inputs of another step."""
         rows = len(self.ids)
         self.ids.copy_(torch.randint(0, VOCABULARY, (rows,)))
         self.lengths.copy_(torch.randint(1, BLOCK * WIDTH + 1, (rows,)))
@@ -78,7 +78,7 @@ class Layers:
         self.angles.copy_(torch.rand(2, rows, DIM // 2))
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last layer's output and the logits."""
+        """Return the output of the last layer [T, HIDDEN] and the logits [T, VOCABULARY]."""
         backend = self.backend
         x = backend.embed(self.table, self.ids)
         normed = backend.rms_norm(x, self.norms[0, 0], 1e-5)
@@ -105,7 +105,7 @@ def poison(arena: cpu.Arena) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 33])
-def test_repetitions_have_the_bits_of_the_calls(rows: int, chosen: CompiledBackend, arena: cpu.Arena) -> None:
+def test_repeated_calls_have_the_same_bits(rows: int, chosen: CompiledBackend, arena: cpu.Arena) -> None:
     work = Layers(chosen, 3, rows)
     with torch.inference_mode(), chosen.record(arena) as recording:
         found = work()
@@ -116,15 +116,17 @@ def test_repetitions_have_the_bits_of_the_calls(rows: int, chosen: CompiledBacke
         work.change()
         want, wanted_pages = clones(work()), work.pages.clone()
         work.pages.copy_(pages)
-        poison(arena)  # nothing is expected of what an earlier step left there
+        poison(arena)  # results do not depend on earlier contents
         assert recording.repeat()
         assert all(map(torch.equal, found, want)) and torch.equal(work.pages, wanted_pages)
         pages = wanted_pages
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_a_team_of_threads_has_the_bits_of_one(threads: int, chosen: CompiledBackend, arena: cpu.Arena) -> None:
-    """More threads than cores too: then some come late to a piece of work, or not at all."""
+def test_repeated_calls_have_the_same_bits_on_any_number_of_threads(
+    threads: int, chosen: CompiledBackend, arena: cpu.Arena
+) -> None:
+    """With more threads than cores, some threads start late or do not work at all."""
     work = Layers(chosen, 3, 33)
     with torch.inference_mode(), chosen.record(arena) as recording:
         found = work()
@@ -143,19 +145,19 @@ def test_a_team_of_threads_has_the_bits_of_one(threads: int, chosen: CompiledBac
 
 
 def test_layers_share_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
-    held = {}
-    for layers in (3, 7, 40):  # the first ones may still pack more tightly
+    used = {}
+    for layers in (3, 7, 40):  # fewer layers may need less memory
         work = Layers(backend, layers, 8)
         with backend.record(arena) as recording:
             work()
         assert recording.obstacle is None
-        held[layers] = recording.num_bytes
-    assert held[3] == held[7] == held[40]
-    made_by_a_layer = 8 * 4 * ((HEADS + 2 * KV_HEADS) * DIM + 5 * HIDDEN + 3 * INNER)
-    assert held[40] < made_by_a_layer
+        used[layers] = recording.num_bytes
+    assert used[3] == used[7] == used[40]
+    bytes_of_a_layer = 8 * 4 * ((HEADS + 2 * KV_HEADS) * DIM + 5 * HIDDEN + 3 * INNER)
+    assert used[40] < bytes_of_a_layer
 
 
-def test_recordings_take_turns_in_an_arena(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_recordings_share_an_arena(backend: CompiledBackend, arena: cpu.Arena) -> None:
     few, many = Layers(backend, 2, 2), Layers(backend, 2, 8)
     recordings = []
     for work in (few, many):
@@ -169,7 +171,7 @@ def test_recordings_take_turns_in_an_arena(backend: CompiledBackend, arena: cpu.
         assert all(map(torch.equal, kept, work()))
 
 
-def test_a_tensor_that_is_still_named_is_not_handed_out_again(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_memory_of_live_tensors_is_not_reused(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, weight = torch.randn(5, 32), torch.randn(32, 32)
     products, views = [], []
 
@@ -188,10 +190,10 @@ def test_a_tensor_that_is_still_named_is_not_handed_out_again(backend: CompiledB
     want = clones(tuple(kept))
     assert len({tensor.data_ptr() for tensor in kept}) == 8
     assert recording.repeat() and all(map(torch.equal, kept, want))
-    assert recording.num_bytes == 9 * x.nbytes  # those and one that nothing keeps
+    assert recording.num_bytes == 9 * x.nbytes  # these and one temporary tensor
 
 
-def test_what_computes_outside_the_kernels_is_run_every_time(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_computation_outside_the_kernels_cannot_be_repeated(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, weight = torch.randn(2, 8), torch.randn(4, 8)
     with backend.record(arena) as recording:
         y = backend.linear(x, weight)
@@ -214,21 +216,23 @@ def test_what_computes_outside_the_kernels_is_run_every_time(backend: CompiledBa
         angles.repeat()
     with backend.record(arena) as afterwards:
         pass
-    assert not afterwards.calls  # and what is called now is not recorded any more
+    assert not afterwards.calls  # later calls are not recorded
     backend.linear(x, weight)
     assert not afterwards.calls and len(angles.calls) == 1
 
 
 OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
     "too large": lambda: torch.empty(1025),
-    "on no device": lambda: torch.empty(4, device="meta"),
-    "in no plain order": lambda: torch.empty((2, 3, 4, 5), memory_format=torch.channels_last),
+    "on the meta device": lambda: torch.empty(4, device="meta"),
+    "channels last": lambda: torch.empty((2, 3, 4, 5), memory_format=torch.channels_last),
     "sparse": lambda: torch.empty((2, 3), layout=torch.sparse_coo),
 }
 
 
 @pytest.mark.parametrize("make", OUTSIDE.values(), ids=OUTSIDE.keys())
-def test_what_is_not_in_the_arena_is_an_obstacle(make: Callable[[], torch.Tensor], backend: CompiledBackend) -> None:
+def test_tensors_outside_the_arena_cannot_be_recorded(
+    make: Callable[[], torch.Tensor], backend: CompiledBackend
+) -> None:
     with backend.record(cpu.Arena(4096)) as recording:
         made = make()
     like = make()
@@ -236,14 +240,14 @@ def test_what_is_not_in_the_arena_is_an_obstacle(make: Callable[[], torch.Tensor
     assert "no place" in str(recording.obstacle) and recording.num_bytes == 0
 
 
-def test_what_has_no_elements_needs_no_place(backend: CompiledBackend) -> None:
+def test_empty_tensors_need_no_memory(backend: CompiledBackend) -> None:
     x, weight = torch.randn(0, 8), torch.randn(4, 8)
     with backend.record(cpu.Arena(0)) as recording:
         found = backend.linear(x, weight)
     assert found.shape == (0, 4) and recording.obstacle is None and recording.num_bytes == 0
 
 
-def test_tensors_have_the_type_that_was_asked_for(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_recorded_tensors_have_the_requested_dtype(backend: CompiledBackend, arena: cpu.Arena) -> None:
     with backend.record(arena) as recording:
         made = [torch.empty((2, 3), dtype=dtype) for dtype in (torch.float16, torch.int64, torch.int8, None)]
         made.append(torch.empty(()))
@@ -257,8 +261,8 @@ def test_tensors_have_the_type_that_was_asked_for(backend: CompiledBackend, aren
     assert recording.obstacle is None and recording.num_bytes == 5 * 64
 
 
-def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -> None:
-    """Calls with floats between integers, addresses that are none, and several of a kind."""
+def test_every_kind_of_argument_is_repeated(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    """Calls have floats between integers, null addresses, and several arguments of one kind."""
     x, weight, residual = torch.randn(3, 8), torch.rand(8), torch.randn(3, 8)
 
     def work() -> list[torch.Tensor]:
@@ -282,7 +286,7 @@ def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -
     assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
 
 
-def test_factors_come_from_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_factors_are_read_from_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
     """A repetition uses the current contents."""
     x, wide, factor, logits, scales = (
         torch.randn(3, 8),
@@ -308,19 +312,19 @@ def test_factors_come_from_memory(backend: CompiledBackend, arena: cpu.Arena) ->
         torch.testing.assert_close(weights, want)
 
 
-def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledBackend, arena: cpu.Arena) -> None:
-    """Such a call is a struct, which the recording keeps for its repetitions."""
+def test_attention_calls_are_compared_without_addresses(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    """The arguments are a struct, which the recording stores."""
 
     def recorded(**options: Any) -> CompiledRecording:
         q, lengths, ones = torch.randn(2, 4, 16), torch.tensor([5, 9]), torch.ones(2)
         pages = KVPages(torch.randn(3, 16, 2, 16), torch.randn(3, 16, 2, 16))
         call = decode_call(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
-        held.append((q, lengths, ones, pages, call))
+        used.append((q, lengths, ones, pages, call))
         with backend.record(arena) as recording:
             backend.paged_attention(q, pages, call)
         return recording
 
-    held: list[object] = []
+    used: list[object] = []
     first = recorded(window=4)
     assert first.same_calls(recorded(window=4))
     assert not any(first.same_calls(recorded(**other)) for other in ({}, {"window": 5}, {"window": 4, "soft_cap": 1.0}))
@@ -329,7 +333,7 @@ def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledB
     assert first.obstacle is None and first.repeat()
 
 
-def test_a_call_that_fails_ends_the_repetition(backend: CompiledBackend, arena: cpu.Arena) -> None:
+def test_a_failing_call_ends_the_repetition(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, pages, slots = torch.randn(1, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([1])
     table, ones, values = torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2, 1, 4)
     row = torch.randn(1, 4)

@@ -17,7 +17,7 @@ needs_kernels = pytest.mark.skipif(library.unavailable_reason() is not None, rea
 
 
 def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_size: int) -> tuple[np.ndarray, ...]:
-    """Metadata of some rows, and tables with their blocks."""
+    """Return metadata of some rows, and tables with their blocks."""
     metadata = np.zeros((5, rows), dtype=np.int64)
     metadata[0] = rng.integers(0, 1000, rows)
     metadata[1] = rng.integers(0, blocks * block_size, rows)
@@ -30,7 +30,7 @@ def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_si
 
 @needs_kernels
 @pytest.mark.parametrize(("groups", "rows", "block_size"), [(1, 1, 16), (2, 8, 16), (1, 33, 8)])
-def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: int) -> None:
+def test_buffers_equal_those_of_numpy(groups: int, rows: int, block_size: int) -> None:
     rng = np.random.default_rng(rows)
     inv_freq = torch.rand(2, 6, 12, dtype=torch.float64)
     scale, whole = torch.rand(2, 6), torch.rand(6)
@@ -42,7 +42,7 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
         return reference.rotary_angles(inv_freq, ids, positions)
 
     expected = plain_filler(theirs, scale, whole, block_size, angles)
-    for _ in range(3):  # the tables are another array each time, as when they have grown
+    for _ in range(3):  # the tables are another array each time, as after they have grown
         metadata, tables = step(rng, groups, rows, blocks, block_size)
         scale.uniform_(), whole.uniform_()
         ours.metadata[...], theirs.metadata[...] = metadata, metadata
@@ -60,7 +60,7 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
 
 @needs_kernels
 @pytest.mark.parametrize("make", [elementwise_bindings.CompiledBufferFiller, None])
-def test_what_has_no_place_is_refused(make: object) -> None:
+def test_missing_blocks_and_rows_are_refused(make: object) -> None:
     rows, inv_freq, scale = (
         PersistentBuffers.zeros(1, 2, 64, 1, 4),
         torch.rand(1, 3, 4, dtype=torch.float64),
@@ -85,7 +85,7 @@ def test_what_has_no_place_is_refused(make: object) -> None:
         fill(tables, 2)
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     if library.unavailable_reason() is not None:
         pytest.skip("no compiled kernels")
     rows, scale = PersistentBuffers.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
@@ -104,7 +104,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 300, 8192, 8193, 49152, 50001])
-def test_maxima_are_the_first_of_the_largest(vocab: int) -> None:
+def test_row_maxima_are_the_first_of_the_largest(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.standard_normal((6, vocab + 3), dtype=np.float32))[:, :vocab]
     logits[1] = 2.0  # all equal

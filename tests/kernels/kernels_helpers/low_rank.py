@@ -1,4 +1,4 @@
-"""Low-rank changes of matrices at random, and what they add to products, in float64, row by row."""
+"""Random low-rank updates of matrices, and the products with them in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Expected = tuple[torch.Tensor, torch.Tensor]
 
 
 def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtype, up: torch.dtype) -> LowRankUpdate:
-    """Of a matrix made of parts with these columns; a part of rank 0 does not change."""
+    """Return an update of a matrix with parts of these columns. A part of rank 0 does not change."""
     parts, first, rank_first = [], 0, 0
     for size, rank in zip(columns, ranks, strict=True):
         if rank:
@@ -20,7 +20,7 @@ def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtyp
 
 
 def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRankUpdate | None], slots: list[int]) -> Expected:
-    """Float64, row by row; and how large what is summed can be, which rounding is measured by."""
+    """Return the float64 result, and the sum of magnitudes that limits rounding errors."""
     wanted, size = out.double(), out.double().abs()
     for row, slot in enumerate(slots):
         own = changes[slot] if slot >= 0 else None

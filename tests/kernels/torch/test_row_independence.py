@@ -1,4 +1,4 @@
-"""Every operation of the deterministic mode: a row's bits alone, in any company and at any place are the same."""
+"""In deterministic mode the bits of a row do not depend on the other rows, for every operation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import FORMS, choose
 from helpers.cpu_kernels import kernels as form_of
+from helpers.marks import slow_but
 
 from windlass.kernels import AttentionCall, Backend, KVPages, select_backend
 from windlass.kernels.torch import reference, row_independent
@@ -19,7 +20,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.fixture(params=[*FORMS, "plain torch"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Makes one form of the compiled kernels, or none, the one that is found."""
+    """Select one variant of the compiled kernels, or none."""
     torch.manual_seed(3)
     choose(monkeypatch, "turned off by this test" if request.param == "plain torch" else form_of(request.param))
     return str(request.param)
@@ -30,7 +31,7 @@ def backend(form: str) -> Backend:
     return select_backend("cpu", deterministic=True)
 
 
-def assert_rows_stand_alone(operation: Operation, x: torch.Tensor) -> torch.Tensor:
+def assert_rows_are_independent(operation: Operation, x: torch.Tensor) -> torch.Tensor:
     whole = operation(x)
     for size in (1, 2, 5, 16):
         parts = [operation(x[i : i + size]) for i in range(0, len(x), size)]
@@ -54,7 +55,7 @@ def test_linear(form: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
     for inner, columns in ((64, 96), (1031, 77), (5, 1)):
         weight, bias = torch.randn(columns, inner).to(w_type), torch.randn(columns).to(x_type)
         x = torch.randn(ROWS, inner).to(x_type)
-        got = assert_rows_stand_alone(lambda x, w=weight, b=bias: backend.linear(x, w, b), x)
+        got = assert_rows_are_independent(lambda x, w=weight, b=bias: backend.linear(x, w, b), x)
         want = x.double() @ weight.double().T + bias.double()
         rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x_type]
         assert got.dtype == x_type
@@ -63,7 +64,7 @@ def test_linear(form: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
 
 
 def xielu(x: torch.Tensor, alpha_p: float, alpha_n: float) -> torch.Tensor:
-    """In float64: a parabola above 0, and below it an exponential less its line; both with slope 1/2 at 0 (2411.13010)."""
+    """xIELU in float64 (arXiv 2411.13010)."""
     above, below = np.logaddexp(alpha_p, 0.0), 0.5 + np.logaddexp(alpha_n, 0.0)
     return torch.where(x > 0, above * x**2 + x / 2, below * (torch.expm1(x.clamp(max=0)) - x) + x / 2)
 
@@ -73,21 +74,21 @@ def xielu(x: torch.Tensor, alpha_p: float, alpha_n: float) -> torch.Tensor:
 def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) -> None:
     backend = select_backend("cpu", type_, deterministic=True)
     x, weight = torch.randn(ROWS, 2 * dim).to(type_), torch.randn(2 * dim)
-    got = assert_rows_stand_alone(lambda x: backend.rms_norm(x, weight, 1e-5), x)
+    got = assert_rows_are_independent(lambda x: backend.rms_norm(x, weight, 1e-5), x)
     torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
     heads = x.view(ROWS, 2, dim)
     whole = backend.rms_norm(heads, weight[:dim], 1e-5)
     assert torch.equal(whole[5:6], backend.rms_norm(heads[5:6], weight[:dim], 1e-5))
     for name in ("silu", "gelu_tanh"):
-        got = assert_rows_stand_alone(lambda x, n=name: backend.gated_activation(x, n), x)
+        got = assert_rows_are_independent(lambda x, n=name: backend.gated_activation(x, n), x)
         wide = reference.gated_activation(x.double(), name)
         torch.testing.assert_close(got, wide.to(type_))
-    got = assert_rows_stand_alone(lambda x: backend.layer_norm(x, weight, weight.flip(0), 1e-5), x)
+    got = assert_rows_are_independent(lambda x: backend.layer_norm(x, weight, weight.flip(0), 1e-5), x)
     torch.testing.assert_close(got, reference.layer_norm(x, weight, weight.flip(0), 1e-5))
     whole = backend.layer_norm(heads, weight[:dim], None, 1e-5)
     assert torch.equal(whole[5:6], backend.layer_norm(heads[5:6], weight[:dim], None, 1e-5))
     numbers = [torch.tensor([number]) for number in (0.7, -0.3, 0.5, -1e-6)]
-    got = assert_rows_stand_alone(lambda x: backend.xielu(x, *numbers), x)
+    got = assert_rows_are_independent(lambda x: backend.xielu(x, *numbers), x)
     torch.testing.assert_close(got, xielu(x.double(), 0.7, -0.3).to(type_))
     limited = x.clone()
     backend.clip(limited, 0.5)
@@ -97,14 +98,14 @@ def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) 
         backend.multiply(multiplied, by)
         assert torch.equal(multiplied, (x.float() * by.float()).to(type_))
     logits = x.float() * 30
-    got = assert_rows_stand_alone(lambda x: backend.soft_cap(x, 25.0), logits)
+    got = assert_rows_are_independent(lambda x: backend.soft_cap(x, 25.0), logits)
     torch.testing.assert_close(got.double(), 25.0 * torch.tanh(logits.double() / 25.0), rtol=1e-6, atol=1e-6)
     assert backend.soft_cap(logits[:0], 25.0).shape == (0, 2 * dim)
     assert backend.gated_activation(x[:0], "silu").shape == (0, dim)
 
 
 @pytest.mark.parametrize("half", [1, 3, 8, 64])
-def test_rotary_angles_have_one_value_everywhere(backend: Backend, half: int) -> None:
+def test_rotary_angles_do_not_depend_on_other_rows(backend: Backend, half: int) -> None:
     inv_freq = 1e4 ** -(torch.arange(half, dtype=torch.float64) / half).repeat(2, 5, 1)
     inv_freq[1] *= 0.37
     rows, positions = torch.randint(0, 5, (ROWS,)), torch.randint(0, 2**31, (ROWS,))
@@ -119,9 +120,9 @@ def test_rotary_angles_have_one_value_everywhere(backend: Backend, half: int) ->
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])
-@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("window", slow_but([None, 1, 40, 300], None, 40))
 def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, window: int | None) -> None:
-    """The queries of a prompt in one call, in chunks, one by one, and with other sequences in the step."""
+    """Compute a prompt in one call, in chunks, token by token, and together with other sequences."""
     length, dim, size = 600 if form != "plain torch" else 330, 20, 16
     begin = length - 70
     table = torch.randperm(-(-length // size) + 3).int()[None, :-2]
@@ -163,7 +164,7 @@ def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, windo
 
 
 def test_short_prompts_from_the_first_token(backend: Backend) -> None:
-    """Rows of lengths 1, 2, 3, …: packs whose rows do not all reach the first chunk's end; unused entries are -1."""
+    """Packs contain rows that end before the first chunk does. Unused table entries are -1."""
     pages = KVPages(*(torch.full((9, 16, 2, 16), torch.nan) for _ in range(2)))
     for part in (pages.key, pages.value):
         part.view(-1, 2, 16)[:100].normal_()

@@ -1,4 +1,4 @@
-"""Tensors of these tests lie where tests compute."""
+"""Default device of tensors in these tests."""
 
 from __future__ import annotations
 

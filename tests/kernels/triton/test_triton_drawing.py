@@ -1,4 +1,4 @@
-"""Triton's sampler, interpreted, against the torch one, token for token, on rows that exclude coincidence."""
+"""Triton's sampler, interpreted, against torch, token for token, on difficult rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILTERS = (
 
 @pytest.fixture(autouse=True, params=[(64, 512), (128, 50)], ids=["many parts", "few parts"])
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Rows that many programs share, a block each, or few, which read several."""
+    """Many programs share a row with one block each, or few programs read several blocks."""
     block, programs = request.param
     monkeypatch.setattr(triton_sampler, "_SAMPLE_BLOCK", block)
     monkeypatch.setattr(triton_sampler, "_PROGRAMS", programs)
@@ -111,12 +111,12 @@ def test_the_tokens_of_plain_torch_on_hard_rows(seed: int) -> None:
 
 
 def adjacent(first: float, count: int) -> Tensor:
-    """Adjacent numbers."""
+    """Return adjacent float32 numbers."""
     return (torch.tensor(first).view(torch.int32) + torch.arange(count, dtype=torch.int32)).view(torch.float32)
 
 
 def hard_magnitudes() -> Tensor:
-    """Below the largest, which is 0, in the order of what a token weighs: [R, V]. The same on every device."""
+    """Return distances from the largest logit in the order of weights, [R, V], equal on every device."""
     with torch.device("cpu"):
         return _hard_magnitudes().to(DEVICE)
 
@@ -139,8 +139,8 @@ def _hard_magnitudes() -> Tensor:
     return found.sort(-1).values
 
 
-def test_the_least_likely_that_stay() -> None:
-    """The token at the end of what is kept, by each kind of filter: uniforms are all but 1."""
+def test_the_last_token_within_the_filters() -> None:
+    """With uniforms just below 1, each kind of filter draws its last token."""
     torch.manual_seed(3)
     x = -hard_magnitudes()
     kept = [
@@ -165,7 +165,7 @@ def test_the_least_likely_that_stay() -> None:
     assert len(set(expected)) > 15
 
 
-def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_selection_passes_follows_from_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     started, names = triton_sampler.launch, list[str]()
 
     def counted(kernel: Any, *operands: Any, **sizes: Any) -> None:
@@ -199,7 +199,7 @@ def test_small_vocabularies(vocabulary: int) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_nothing_left_and_an_id_alone() -> None:
+def test_one_allowed_token_and_none() -> None:
     token_sampler, none = TritonSampler(), torch.zeros(0)
     draws = []
     for allowed in (torch.tensor([17]), torch.tensor([], dtype=torch.int64)):
@@ -211,7 +211,7 @@ def test_nothing_left_and_an_id_alone() -> None:
     assert [(one.token, one.status) for one in draws] == [(17, 0), (-1, 2)]
 
 
-def test_the_first_of_the_largest() -> None:
+def test_row_maxima_are_the_first_of_the_largest() -> None:
     x = logits()
     x[0, 17] = x[0, 20] = x[0, 290] = 99.0
     x[3, 9] = torch.inf
@@ -221,7 +221,7 @@ def test_the_first_of_the_largest() -> None:
     torch.testing.assert_close(largest, torch.tensor(expected[1]), equal_nan=True, rtol=0, atol=0)
 
 
-def test_sums_of_exponentials_follow_from_their_row_alone() -> None:
+def test_log_sums_depend_on_their_row_only() -> None:
     x = logits()
     found, expected = triton_sampler.log_sums(x), x.logsumexp(-1, keepdim=True)
     assert found.shape == (len(ROWS), 1)

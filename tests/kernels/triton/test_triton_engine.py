@@ -1,4 +1,4 @@
-"""Whole steps of tiny models on Triton's programs, interpreted, against plain torch."""
+"""Steps of tiny models on Triton programs, interpreted, against plain torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def results(directory: Path, requests: list[Any], **options: Any) -> dict[tuple[
 def check(
     directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[tuple[str, int], Finished]:
-    """Returns what was found."""
+    """Compare both backends, and return the results of Triton."""
     monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {})
     plain = results(directory, requests, **options)
     own = backend_selector._NativeBackend(lambda options: None, backend_selector._triton, narrow=False)
@@ -50,7 +50,7 @@ def check(
 
 
 def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped heads; two sequences, one of which decodes during the prompt of the other; draws with filters and penalties."""
+    """Grouped heads, a sequence that decodes during the prompt of another, and draws with filters and penalties."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
     requests = [greedy("a", PROMPT, 2), greedy("b", PROMPT[2:], 2, **drawn)]
@@ -71,7 +71,7 @@ def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_other_kinds_of_layers(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, sinks, caps, windows, latent attention; blocks whose rows meet them unrounded."""
+    """Experts, sinks, soft caps, windows, latent attention, and blocks with unrounded rows."""
     directory = make_model(family, tmp_path / "m")
     if "quantization" in options:
         options = {**options, "activations": "float32"}
@@ -81,8 +81,8 @@ def test_other_kinds_of_layers(
 @pytest.mark.parametrize(
     "family", slow_but(["gemma4_e2b", "gemma4_26b", "qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"], "lfm2")
 )
-def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of earlier layers, and states: a prompt in two pieces, then one with the same prefix, during a stream."""
+def test_layers_with_shared_keys_or_states(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in two chunks, then one with the same prefix, during a stream."""
     prompt = torch.randint(3, 128, (23,), generator=torch.Generator().manual_seed(1)).tolist()
     requests = [greedy("a", prompt, 2), greedy("b", PROMPT, 5), greedy("c", prompt[:18] + PROMPT[:3], 2)]
     options = {"max_num_batched_tokens": 20, "max_num_seqs": 2}
@@ -92,7 +92,7 @@ def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters(deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of their own ranks and none in one step: prompts, of which one has many rows, and streams."""
+    """Two adapters of different ranks and no adapter in one step, with prompts and streams."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     made = [save_adapter(tmp_path / f"{rank}", directory, rank=rank, seed=rank, strength=0.2) for rank in (3, 16)]
     sources = tuple(AdapterSource(i, f"{i}", str(path)) for i, path in enumerate(made, start=1))
@@ -104,7 +104,7 @@ def test_adapters(deterministic: bool, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_float8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written, read, copied for a second sample of a prompt that ends inside a block, and turned."""
+    """Written, read, copied for a second sample of a prompt that ends inside a block, and rotated again."""
     monkeypatch.setattr("windlass.engine.model.loading.preflight.check_cache_dtype", lambda *given: None)
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=2, max_position_embeddings=16)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
@@ -120,7 +120,7 @@ def test_float8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_gguf_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_model("llama", tmp_path / "source")
     made = make_gguf(source, tmp_path / "made", lambda name: "Q5_1" if "mlp" in name else "Q8_0")
     check(made.derived, [greedy("a", PROMPT, 2)], monkeypatch, activations="float32")

@@ -1,6 +1,6 @@
-"""Decode steps on Triton's programs, captured and repeated by a played device: nothing of them waits for it or for its host.
+"""Decode steps on Triton programs, captured and replayed by a simulated device.
 
-Launches are captured with their operands, as CUDA captures them, and programs are interpreted when they are repeated.
+Launches are captured with their operands, as by CUDA, and programs are interpreted at each replay.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def captures(core: EngineCore, sizes: list[int]) -> DecodeGraphs:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_without(tmp_path: Path) -> None:
-    """One row of two is none; greedy, and drawn through filters, over the end of a block."""
+def test_graphs_do_not_change_tokens(tmp_path: Path) -> None:
+    """One row of two is padding. Tokens are greedy and sampled with filters, across the end of a block."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     for drawn in ({}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3, "ignore_eos": True}):
         sent = [greedy("a", PROMPT * 2, 5, **drawn)]
@@ -82,7 +82,7 @@ def test_tokens_are_those_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranges_are_those_without(tmp_path: Path) -> None:
+def test_graphs_do_not_change_key_ranges(tmp_path: Path) -> None:
     """A context that shifts, a window with sinks, and a plain sequence that ends: one row of four is padding."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     sent = [
@@ -99,8 +99,8 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_those_without(tmp_path: Path) -> None:
-    """Captured before any is loaded; then two at once, and then another one in place of the first."""
+def test_graphs_do_not_change_adapters(tmp_path: Path) -> None:
+    """Capture before any adapter is loaded, use two at once, and then replace the first one."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     sources = [
         AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, rank=5 * i, seed=i, strength=0.3)))
@@ -131,9 +131,9 @@ def test_adapters_are_those_without(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"])
-def test_states_are_those_without(family: str, tmp_path: Path) -> None:
-    """A stream over the end of a block, where its state is set aside while the next step is under way; rows that are none, in
-    front of experts too; and continuation from that state."""
+def test_graphs_do_not_change_states(family: str, tmp_path: Path) -> None:
+    """A stream crosses the end of a block, where its state is stored during the next step, and another continues from that
+    state. Padding rows reach experts too."""
     directory = make_model(family, tmp_path / "m")
     options: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2}
     plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)
@@ -161,7 +161,7 @@ def test_states_are_those_without(family: str, tmp_path: Path) -> None:
         ("llama", {"quantization": "int4", "activations": "float32", "kv_cache_dtype": "int8"}),
     ],
 )
-def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_every_kind_of_layer_can_be_captured(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
     graphs = captures(core, [1])
@@ -169,7 +169,7 @@ def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict
     assert graphs.lazy_graphs.obstacle is None
 
 
-def test_rows_draw_what_a_drawer_draws() -> None:
+def test_rows_draw_the_same_as_the_sampler() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 300, generator=generator)
     logits[4, 7] = float("nan")
@@ -187,13 +187,13 @@ def test_rows_draw_what_a_drawer_draws() -> None:
         one.row, one.uniform = row, 0.17 * (row + 1) % 1
     token_sampler.sample(logits, draws)
     numbers = torch.tensor([encode_filters(one, 300) for one in filters], dtype=torch.float64)
-    told = SamplingTensors(
+    tensors = SamplingTensors(
         numbers[:, 0].float(),
         numbers[:, 1].int(),
         numbers[:, 2].int(),
         numbers[:, 3].contiguous(),
         torch.tensor([one.uniform for one in draws], dtype=torch.float64),
     )
-    tokens, statuses = triton_sampler.sample_rows(logits, triton_sampler.row_maxima(logits), told)
+    tokens, statuses = triton_sampler.sample_rows(logits, triton_sampler.row_maxima(logits), tensors)
     assert tokens.tolist() == [one.token for one in draws]
     assert statuses.tolist() == [one.status for one in draws] and statuses[4] == 1

@@ -1,5 +1,4 @@
-"""What adapters add to products, interpreted, against float64: mixed slots and ranks, and a table that changes between
-steps."""
+"""Low-rank updates of adapters by Triton, interpreted, against float64: mixed slots and ranks, and changing tables."""
 
 from __future__ import annotations
 
@@ -21,11 +20,8 @@ from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 MANY = Device(processors=24)  # enough for parts of K
-FULL, HALF, BRAIN = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)  # tiles of the last are not multiplied in the interpreter
+# The interpreter does not multiply tiles of bfloat16.
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
 def table_of(changes: list[LowRankUpdate | None], matrix: LowRankTarget) -> DeviceLowRankTable:
@@ -42,7 +38,7 @@ def added(x: Tensor, out: Tensor, table: DeviceLowRankTable, slots: Tensor, *, f
 
 
 def some_slots(rows: int, count: int) -> Tensor:
-    """Runs of rows that share one, as prompts have them, and single ones, as streams do."""
+    """Return runs of rows with one slot, as in prompts, and single rows, as in streams."""
     generator = torch.Generator("cpu").manual_seed(rows)
     runs = torch.randint(-1, count, (rows,), generator=generator, device="cpu").repeat_interleave(7)[: rows // 2]
     single = torch.randint(-1, count, (rows - len(runs),), generator=generator, device="cpu")
@@ -58,10 +54,10 @@ def some_slots(rows: int, count: int) -> Tensor:
         (HALF, BRAIN, 150, False),
     ],
 )
-def test_mixed_slots_of_parts_with_their_own_ranks(
+def test_mixed_slots_of_parts_with_different_ranks(
     dtype: torch.dtype, kept: torch.dtype, rows: int, fixed: bool
 ) -> None:
-    """Over columns and numbers that nothing divides; two slots are empty, and rows may have none."""
+    """Sizes are not multiples of the tiles, two slots are empty, and rows may have no slot."""
     columns, inner = [300, 33, 20], 777
     ranks = [[4, 0, 9], [0, 3, 0], [1, 1, 1], [70, 8, 5]]
     changes: list[LowRankUpdate | None] = [change(columns, inner, own, down=kept, up=kept) for own in ranks]
@@ -73,21 +69,21 @@ def test_mixed_slots_of_parts_with_their_own_ranks(
     wanted, size = expected(out, x, changes, slots.tolist())
     found = torch.empty(rows, sum(columns) + 9).to(dtype)[:, 4:-5].copy_(out)
     add_low_rank(found, x, table, slots, fixed=fixed, device=MANY)
-    # Tiles of 16 bits are multiplied as what they are rounded to, numbers of x A^T too.
+    # 16-bit tiles are multiplied after rounding, including x A^T.
     rounding = 4e-7 if dtype == FULL or rows <= 128 or kept != dtype else torch.finfo(dtype).eps / 4
     assert bool(((found.double() - wanted).abs() <= rounding * size + torch.finfo(dtype).eps * wanted.abs()).all())
     plain = torch.tensor([slot < 0 or changes[slot] is None for slot in slots.tolist()])
-    assert plain.any() and torch.equal(found[plain], out[plain]), "nothing was written there"
+    assert plain.any() and torch.equal(found[plain], out[plain]), "rows without a slot are not written"
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
-    """Nor, with tiles of one size, on how many there are."""
+    """With tiles of one size, they do not depend on the number of rows either."""
     changes: list[LowRankUpdate | None] = [change([40], 130, [rank], down=FULL, up=FULL) for rank in (3, 17)]
     rows = 40
     slots, x, out = some_slots(rows, 2), torch.randn(rows, 130), torch.zeros(rows, 40)
     if DEVICE == "cpu" or not fixed:
-        # numpy multiplies here, and on some processors the order of sums depends on the row: sums of integers are exact.
+        # numpy multiplies here. On some processors its order of sums depends on the row; sums of integers are exact.
         x.mul_(8).round_()
         for own in changes:
             assert own is not None
@@ -103,7 +99,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 130])
-def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
+def test_an_invalid_slot_makes_only_its_row_nan(rows: int) -> None:
     table = table_of([change([40], 24, [3], down=FULL, up=FULL)], LowRankTarget((40,), 24, 4))
     x, out = torch.randn(rows, 24), torch.randn(rows, 40)
     for wrong in (1, -2):
@@ -113,8 +109,8 @@ def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
         assert found[1].isnan().all() and torch.equal(found[0], out[0]) and torch.equal(found[2:], out[2:])
 
 
-def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
-    """As captured work finds it: what is put is used from then on, and what was dropped is not read."""
+def test_a_table_changes_between_steps_at_the_same_address() -> None:
+    """Captured calls use new entries from then on, and do not read removed ones."""
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
     table = backend.low_rank_table(2, LowRankTarget((40,), 24, 8))
     assert isinstance(table, DeviceLowRankTable)
@@ -131,14 +127,14 @@ def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
         table.put(1, own)
         wanted, size = expected(zeros, x, [None, own], [1, 0])
         assert bool(((now().double() - wanted).abs() <= 1e-6 * size).all())
-    own.down.fill_(float("nan"))  # as memory that is another's
+    own.down.fill_(float("nan"))  # as if the memory had been reused
     table.put(1, None)
     assert not now().any() and table.entries.data_ptr() == address
 
 
 @ON_A_CPU
 @pytest.mark.parametrize("rows", [2, 130])
-def test_nothing_is_read_past_the_ends(rows: int) -> None:
+def test_nothing_past_the_operands_is_read(rows: int) -> None:
     for columns, inner, rank in ((33, 17, 3), (130, 31, 5), (7, 5, 1)):
         own = change([columns], inner, [rank], down=HALF, up=HALF)
         part = LowRankPart(0, columns, 0, at_the_end_of_memory(own.parts[0].up), 2.0)
@@ -151,7 +147,7 @@ def test_nothing_is_read_past_the_ends(rows: int) -> None:
         assert bool(((out.double() - wanted).abs() <= 1e-6 * size).all())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_operands_are_refused() -> None:
     table = table_of([None], LowRankTarget((40,), 24, 4))
     for columns, inner, ranks in (([41], 24, [3]), ([40], 25, [3]), ([40], 24, [5]), ([20, 20], 24, [1, 1])):
         with pytest.raises(ValueError, match="low rank"):

@@ -1,7 +1,6 @@
-"""Layers on Triton's programs never let the host wait for the device: whole steps, interpreted, under a mode that refuses it.
+"""Steps on Triton programs never make the host wait for the device, checked by a dispatch mode that refuses it.
 
-Prompts with streams, for which nothing is captured: of every kind of layer, with adapters, kept keys that were moved,
-encoders.
+The steps contain prompts, for which nothing is captured: every kind of layer, adapters, moved keys, and encoders.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every forward pass but the first is watched; the rows of each."""
+    """Check every forward pass but the first, and return the number of rows of each."""
     own = backend_selector._NativeBackend(lambda options: None, backend_selector._triton, narrow=False)
     monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {"cpu": own})
     started, layers, seen = launch.launch, Decoder.run_layers, list[int]()
@@ -55,7 +54,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def run_layers(self: Decoder, x: Tensor, *rest: Any) -> Tensor:
         seen.append(len(x))
-        if len(seen) == 1:  # it may make what stays
+        if len(seen) == 1:  # may create persistent tensors
             return layers(self, x, *rest)
         with _NoWaits(), reads_refused():
             return layers(self, x, *rest)
@@ -78,7 +77,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lambda x: torch.tensor([1.0]) + x,
     ],
 )
-def test_a_wait_is_seen(read: Callable[[Tensor], object]) -> None:
+def test_waits_are_detected(read: Callable[[Tensor], object]) -> None:
     x = torch.ones(2)
     with pytest.raises(RuntimeError, match="not permitted"), _NoWaits(), reads_refused():
         read(x)
@@ -101,7 +100,7 @@ def test_a_wait_is_seen(read: Callable[[Tensor], object]) -> None:
         ("llama", {"deterministic": True, "kv_cache_dtype": "int8"}),
     ],
 )
-def test_prompts_beside_streams(family: str, options: dict[str, Any], tmp_path: Path, watched: list[int]) -> None:
+def test_prompts_with_streams(family: str, options: dict[str, Any], tmp_path: Path, watched: list[int]) -> None:
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_num_batched_tokens=8, **options)
     sent = [greedy("a", PROMPT[:3], 3, logprobs=1), greedy("b", PROMPT, 2, prompt_logprobs=1)]
@@ -110,7 +109,7 @@ def test_prompts_beside_streams(family: str, options: dict[str, Any], tmp_path: 
 
 
 def test_adapters_and_moved_keys(tmp_path: Path, watched: list[int]) -> None:
-    """Adjacent rows of two adapters, a context that shifts, a window with sinks, dual chunks."""
+    """Adjacent rows of two adapters, a context shift, a window with sinks, and dual chunks."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=2)
     sources = tuple(AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, seed=i))) for i in (1, 2))
     core = make_core(directory, lora=sources, max_model_len=64, shift_context=48)

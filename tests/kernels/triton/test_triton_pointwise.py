@@ -1,4 +1,4 @@
-"""Triton's norms, activations and gates, interpreted, against the plain forms."""
+"""Triton's norms, activations and gates, interpreted, against plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_norms() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_sum_that_is_normed_is_the_rounded_one(dtype: torch.dtype) -> None:
+def test_norms_of_sums_use_the_rounded_sum(dtype: torch.dtype) -> None:
     residual, x, weight = torch.randn(3, 24).to(dtype), (torch.randn(3, 24) * 1e-3).to(dtype), torch.randn(24)
     expected = residual + x
     found = norms.add_rms_norm(residual, x, weight, 1e-5)

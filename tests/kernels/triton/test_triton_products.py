@@ -1,4 +1,4 @@
-"""Triton's products, interpreted, against the plain forms: blocks of every form, by head, of experts, rows by themselves."""
+"""Triton's products, interpreted, against plain torch: single rows, blocks, heads, experts, and independent rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from torch import Tensor
 from windlass.kernels import FORMS, BlockWeight, StackedWeight
 from windlass.kernels.backend import Routed
 from windlass.kernels.torch import linear, reference
-from windlass.kernels.triton import grouped_gemm, matmul
+from windlass.kernels.triton import gemv, grouped_gemm, matmul
 from windlass.kernels.triton.launch import SMALL, Device
 from windlass.kernels.triton.matmul import PointerTableExperts
 
 pytestmark = ON_THE_DEVICE
+SMALL_TILES = [grouped_gemm.Tile(16, 32, 16, 4, 2), grouped_gemm.Tile(32, 16, 32, 4, 2)]
+HALF = torch.float16
+ROUNDED = 2**-9
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
+def test_products_with_blocks(name: str) -> None:
     weight, x, bias = random_blocks(35, 300, FORMS[name]), torch.randn(3, 300), torch.randn(35)
     assert_near(matmul.linear(x, weight, bias), linear.linear_blocks_widened(x, weight, bias))
     ids = torch.tensor([34, 0, 17])
@@ -33,7 +36,7 @@ def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q8_0"])
-def test_blocks_meet_many_rows(name: str) -> None:
+def test_products_of_many_rows_with_blocks(name: str) -> None:
     weight, x = random_blocks(20, 64, FORMS[name]), torch.randn(260, 64).half()
     assert_near(matmul.linear(x, weight).float(), linear.linear_blocks_widened(x.float(), weight, None), 2**-9)
 
@@ -46,7 +49,7 @@ def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> 
     for rows in (1, 9, 16):
         assert torch.equal(matmul.linear(x[:rows], weight, fixed=True), whole[:rows])
     if DEVICE == "cpu":
-        # numpy multiplies here, and on some processors the order of sums depends on the row: sums of integers are exact.
+        # numpy multiplies here. On some processors its order of sums depends on the row; sums of integers are exact.
         weight, x = (weight * 8).round(), (x * 8).round()
         whole = matmul.linear(x, weight, fixed=True)
     for first, last in ((18, 19), (3, 12)):
@@ -69,7 +72,7 @@ def plain(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None) -> Tenso
 
 @pytest.mark.parametrize("form", ["float32", "q4_k", "q8_0"])
 @pytest.mark.parametrize("per_row", [1, 2])
-def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
+def test_products_with_experts(form: str, per_row: int) -> None:
     """Experts chosen by no row, by one row, and by many."""
     weights = [torch.randn(20, 64) if form == "float32" else random_blocks(20, 64, FORMS[form]) for _ in range(6)]
     biases = [torch.randn(20) for _ in weights] if per_row == 2 else None
@@ -82,7 +85,7 @@ def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
         assert_near(matmul.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
 
 
-def test_few_rows_meet_many_experts() -> None:
+def test_few_rows_and_many_experts() -> None:
     """One expert has more rows than a tile, others have one."""
     weights = [torch.randn(20, 64) for _ in range(30)]
     chosen = torch.full((10, 2), 7)
@@ -95,8 +98,8 @@ def test_few_rows_meet_many_experts() -> None:
         assert_near(one, expected[6:8])
 
 
-def test_more_tiles_of_rows_than_a_device_counts_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They become the first, and the numbers stay; fewer are left where they are."""
+def test_large_grids_have_row_tiles_in_their_first_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device limits the other dimensions. Results do not change."""
     launch, grids = matmul.launch, list[tuple[int, ...]]()
 
     def watched(kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
@@ -124,8 +127,8 @@ def test_more_tiles_of_rows_than_a_device_counts_behind_the_first(monkeypatch: p
     assert grids == [(6, 2, 1), (6, 1, 2), (14, 2, 1)]
 
 
-def test_experts_whose_rows_are_stored_in_two_ways() -> None:
-    """As files have gates and ups of two kinds."""
+def test_experts_of_two_storages() -> None:
+    """Files may store gate and up projections in different types."""
     weights = [StackedWeight((random_blocks(16, 64, FORMS["q4_k"]), torch.randn(20, 64))) for _ in range(4)]
     biases = [torch.randn(36) for _ in weights]
     chosen, x = torch.stack([torch.randperm(4)[:2] for _ in range(9)]), torch.randn(9, 64)
@@ -140,7 +143,7 @@ def test_experts_whose_rows_are_stored_in_two_ways() -> None:
     assert not PointerTableExperts([*weights, other]).parts
 
 
-def test_experts_of_several_kinds_have_no_tables() -> None:
+def test_experts_of_different_types_have_no_tables() -> None:
     several = [torch.randn(4, 32), torch.randn(4, 32).half()], [torch.randn(4, 32), random_blocks(4, 32, FORMS["q8_0"])]
     for weights in several:
         experts = PointerTableExperts(weights)
@@ -149,11 +152,8 @@ def test_experts_of_several_kinds_have_no_tables() -> None:
             matmul.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())
 
 
-SMALL_TILES = [grouped_gemm.Tile(16, 32, 16, 4, 2), grouped_gemm.Tile(32, 16, 32, 4, 2)]
-
-
 def ragged(experts: int, places: int) -> Tensor:
-    """Choices of [places / 2, 2]: none of the first expert, one of the last, most of the second."""
+    """Return choices [places / 2, 2]: none of the first expert, one of the last, most of the second."""
     chosen = torch.randint(1, experts - 1, (places // 2, 2))
     chosen[: places // 3, 0] = 1
     chosen[3, 1] = experts - 1
@@ -169,8 +169,8 @@ def wide(weights: list[Tensor], biases: list[Tensor] | None = None) -> PointerTa
 @pytest.mark.parametrize("tile", SMALL_TILES)
 @pytest.mark.parametrize("per_row", [1, 2])
 @pytest.mark.parametrize(("columns", "inner"), [(64, 64), (40, 56)])
-def test_many_rows_meet_their_experts(tile: grouped_gemm.Tile, per_row: int, columns: int, inner: int) -> None:
-    """Where sizes of tiles divide all others, and where they divide none."""
+def test_grouped_products_with_experts(tile: grouped_gemm.Tile, per_row: int, columns: int, inner: int) -> None:
+    """Sizes that are multiples of the tiles, and sizes that are not."""
     weights = [torch.randn(columns, inner).half() for _ in range(5)]
     biases = [torch.randn(columns).half() for _ in weights] if per_row == 2 else None
     chosen = ragged(5, 90)
@@ -184,7 +184,7 @@ def test_many_rows_meet_their_experts(tile: grouped_gemm.Tile, per_row: int, col
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu2"])
-def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None:
+def test_feed_forward_of_experts(activation: str) -> None:
     gate_up, down = [torch.randn(48, 40).half() for _ in range(4)], [torch.randn(40, 24).half() for _ in range(4)]
     x, chosen, weights = torch.randn(120, 40).half(), ragged(4, 240), torch.rand(120, 2)
     both = PointerTableExperts(gate_up), PointerTableExperts(down)
@@ -197,7 +197,7 @@ def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None
     assert_near(found.float(), expected, 2**-9)
 
 
-def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
+def test_grouped_products_need_many_rows_and_aligned_weights() -> None:
     x, weights = torch.ones(3, 64).half(), [torch.ones(8, 64).half()] * 2
     assert grouped_gemm.takes_grouped(x, 64, PointerTableExperts(weights)) and not grouped_gemm.takes_grouped(
         x, 63, PointerTableExperts(weights)
@@ -219,3 +219,35 @@ def test_tiles_fit_the_device() -> None:
         for rows in (32, 95, 96, 4096):
             tile = grouped_gemm.tile_for(rows, device)
             assert tile.shared_memory <= device.shared_memory and (rows < 96) == (tile.rows < 128)
+
+
+# -- single rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(7, 40), (16, 2048), (9, 2088)])
+def test_products_of_a_single_row(columns: int, inner: int) -> None:
+    x = torch.randn(1, inner + 16).to(HALF)[:, :inner]
+    weight, bias = (torch.randn(2 * columns, inner) * inner**-0.5).to(HALF), torch.randn(2 * columns).to(HALF)
+    for own in (None, bias):
+        assert gemv.takes_single_row(x, weight)
+        wide = x.double() @ weight.double().T + (0 if own is None else own.double())
+        assert_near(gemv.linear_single_row(x, weight, own), wide.to(HALF), ROUNDED)
+        for kind in ("silu", "gelu_tanh"):
+            opened = reference.gated_activation(wide.to(HALF), kind)
+            assert_near(gemv.linear_single_row(x, weight, own, kind), opened, ROUNDED)
+
+
+def test_other_products_are_left_to_torch() -> None:
+    weight = torch.randn(8, 40).to(HALF)
+    assert gemv.takes_single_row(torch.ones(1, 40).to(HALF), weight)
+    for x, other in (
+        (torch.ones(2, 40).to(HALF), weight),
+        (torch.ones(0, 40).to(HALF), weight),
+        (torch.ones(1, 40), weight.float()),
+        (torch.ones(1, 40), weight),
+        (torch.ones(1, 39).to(HALF), weight[:, :39].contiguous()),
+        (torch.ones(1, 8).to(HALF), weight.T),
+    ):
+        assert not gemv.takes_single_row(x, other)
+    with pytest.raises(ValueError, match="unknown activation"):
+        gemv.linear_single_row(torch.ones(1, 40).to(HALF), weight, None, "tanh")

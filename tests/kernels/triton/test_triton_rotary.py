@@ -1,4 +1,4 @@
-"""Triton's rotation, interpreted, against the plain form: into pages of every type, from pages to pages, further versions."""
+"""Triton's rotation, interpreted, against plain torch: new tokens, cached keys, and query copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.kernels.triton import rotary_embedding
 pytestmark = ON_THE_DEVICE
 FLOAT8 = torch.float8_e4m3fn
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FLOAT8)
-# A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
+# Rotated keys are rounded twice. The interpreter truncates float32 to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6, FLOAT8: 2**-3}
 # Head dim, rotated pairs, value dim.
 SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96), (512, 256, 512))
@@ -33,12 +33,12 @@ def planes(pages: KVPages) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(("dim", "half", "value_dim"), SHAPES)
-def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: int, half: int, value_dim: int) -> None:
+def test_new_tokens_and_rotation_of_cached_keys(kind: torch.dtype, dim: int, half: int, value_dim: int) -> None:
     tokens, heads, kv_heads = 4, 3, 2
     fused = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * value_dim)
     k = fused[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
     v = fused[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, value_dim)
-    k[1, 0, 3], k[2, 1], v[0, 1, 1] = torch.nan, 0.0, torch.inf  # what is not finite shows, nothing stays nothing
+    k[1, 0, 3], k[2, 1], v[0, 1, 1] = torch.nan, 0.0, torch.inf  # NaN, infinity and zeros are preserved
     k[0, 0] *= 1e-31
     angles, scale, slots = torch.randn(tokens, half), torch.rand(tokens), torch.tensor([5, -1, 17, 31])
     sources, targets, turn = torch.tensor([5, 17, 31]), torch.tensor([6, 17, 40]), torch.randn(3, half)
@@ -58,7 +58,7 @@ def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: in
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8])
 def test_queries_alone(kind: torch.dtype) -> None:
-    """Keys and values without heads: pages stay as they are."""
+    """Without heads of keys and values the pages are unchanged."""
     q, q_scale, slots = torch.randn(3, 4, 16), torch.rand(3) + 0.5, torch.tensor([0, 5, 16])
     angles, none, found = torch.randn(3, 8), q[:, :0], []
     for form in (reference, rotary_embedding):
@@ -71,8 +71,8 @@ def test_queries_alone(kind: torch.dtype) -> None:
     assert not torch.equal(found[0], q)
 
 
-def test_float8_pages_hold_what_torch_rounds_to() -> None:
-    """Every number there is comes back as it was; ties, numbers below the smallest and past the largest, nothing, and NaN."""
+def test_float8_rounding_equals_torch() -> None:
+    """All float8 numbers are preserved. Ties, underflow, overflow, zeros and NaN are rounded as in torch."""
     every = torch.arange(256).to(torch.uint8).view(FLOAT8).float()
     between = (every[:126] + every[1:127]) / 2
     odd = torch.tensor(
@@ -90,7 +90,7 @@ def test_float8_pages_hold_what_torch_rounds_to() -> None:
         assert torch.equal(found.view(torch.uint8) >> 7, expected.view(torch.uint8) >> 7)
 
 
-def test_slots_outside_are_refused_before_anything_is_written() -> None:
+def test_slots_outside_the_pages_are_refused() -> None:
     pages, angles = pages_of(torch.float32, 8, 8), torch.zeros(1, 4)
     for slot in (-1, 48):
         with pytest.raises(IndexError, match="outside"):
@@ -98,7 +98,7 @@ def test_slots_outside_are_refused_before_anything_is_written() -> None:
 
 
 @pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (6, 0), (512, 256)])
-def test_versions_of_queries(dim: int, half: int) -> None:
+def test_rotated_query_copies(dim: int, half: int) -> None:
     q = torch.randn(3, 2, dim + 5)[:, :, :dim]
     rows, angles = torch.tensor([2, 0]), torch.randn(2, half)
     found = rotary_embedding.rotate_queries(q, rows, angles.cos(), angles.sin())

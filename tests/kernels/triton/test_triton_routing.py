@@ -1,4 +1,4 @@
-"""Triton's routing to experts, interpreted, against torch's: which experts, in what order, with what weights."""
+"""Triton's routing to experts, interpreted, against torch: chosen experts, their order and weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("experts", [8, 64, 120])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
+def test_routing_equals_plain_torch(rule: dict[str, Any], experts: int) -> None:
     routing, generator = Routing(**rule), torch.Generator("cpu").manual_seed(experts)
     if routing.groups * 2 > experts:
         routing = Routing(**{**rule, "groups": 4, "top_groups": 3})
@@ -43,7 +43,7 @@ def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES, {"top_k": 2, "scores": "sparsemixer", "jitter": 0.3}], ids=str)
-def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(rule: dict[str, Any]) -> None:
+def test_weights_are_multiplied_by_scales_of_experts(rule: dict[str, Any]) -> None:
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
     routing, logits, scales = Routing(**rule), torch.randn(3, 24), torch.randn(24)
     plain, found = backend.route(logits, routing), backend.route(logits, routing, scales=scales)
@@ -51,7 +51,7 @@ def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(rule
     assert torch.equal(found.weights, plain.weights * scales[plain.chosen])
 
 
-def test_the_first_of_equal_ones_wins() -> None:
+def test_the_first_of_equal_scores_is_chosen() -> None:
     for routing in (
         Routing(3),
         Routing(3, "sigmoid", groups=3, top_groups=2),
@@ -61,7 +61,7 @@ def test_the_first_of_equal_ones_wins() -> None:
         assert torch.equal(routes.route(logits, routing, None).chosen, reference.route(logits, routing).chosen)
 
 
-def test_what_is_no_number_shows_and_names_experts_that_there_are() -> None:
+def test_nan_gives_nan_weights_of_valid_experts() -> None:
     for routing in (Routing(3), Routing(3, groups=3, top_groups=2), Routing(2, "sigmoid")):
         logits = torch.randn(2, 6)
         logits[1, 4] = torch.nan
@@ -71,16 +71,14 @@ def test_what_is_no_number_shows_and_names_experts_that_there_are() -> None:
         assert found.weights[1].isnan().any() and not found.weights[0].isnan().any()
 
 
-def test_what_is_left_to_torch() -> None:
+def test_other_routing_is_left_to_torch() -> None:
     assert not routes.takes_routing(torch.ones(1, 8), Routing(2, "sparsemixer"))
     assert not routes.takes_routing(torch.ones(1, 1025), Routing(2))
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (1, 1, 3), (70, 2, 5), (9, 8, 160), (0, 2, 5)])
-def test_places_stand_in_the_order_of_their_experts(
-    tokens: int, top_k: int, experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the program, and by torch where there are too many."""
+def test_rows_are_sorted_by_expert(tokens: int, top_k: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program, and by torch for many rows."""
     chosen = torch.randint(0, experts, (tokens, top_k))
     order, ends = routes.by_expert(chosen, experts)
     wanted = chosen.flatten().sort(stable=True).indices

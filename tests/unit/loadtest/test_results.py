@@ -15,6 +15,8 @@ from windlass.clients.loadtest.results import (
     RequestRecord,
     RunResult,
     Summary,
+    SweepResult,
+    name_runs,
     read_file,
     read_json,
     unique_names,
@@ -41,7 +43,8 @@ def test_percentiles_equal_numpy(count):
 
 
 def test_known_cache_counts_are_summed():
-    assert GOOD.cached_share == 4 / 7 and GOOD.reused_share == 3 / 7 and LEFT.cached_share is None
+    assert GOOD.prompt_share(GOOD.cached_tokens) == 4 / 7 and GOOD.prompt_share(GOOD.reused_tokens) == 3 / 7
+    assert LEFT.prompt_share(LEFT.cached_tokens) is LEFT.prompt_share(3) is None
     other = RequestRecord(index=3, intended=0, input_tokens=10, cached_tokens=5)
     summary = RunResult(records=(GOOD, other, FAILED), duration_s=1.0).summary()
     assert (summary["cached_tokens"], summary["reused_tokens"]) == (9, 3)
@@ -117,16 +120,15 @@ def test_run_file_round_trips(tmp_path):
     run = simulated_run(failing=3, slo={"ttft": 100})
     write_json(run, tmp_path / "quick.json")
     measured = read_file(tmp_path / "quick.json")
-    assert measured.runs[0].result == run and measured.runs[0].name == "quick" and not measured.sweep
-    assert measured.slo == {"ttft": 100}
+    assert measured == run and measured.slo == {"ttft": 100}
 
 
 def test_runs_of_a_sweep_are_named_by_rate(tmp_path):
     data = sweep(1, 2, 2)
     data["runs"].append(simulated_run(count=10, closed_loop=True).to_dict())
     measured = read_file(write(tmp_path, data, "night.json"))
-    assert [run.name for run in measured.runs] == ["1 req/s", "2 req/s", "2 req/s (2)", "run 4"]
-    assert measured.sweep and measured.highest_rate == 2.0 and measured.slo == {"ttft": 500}
+    assert [run.name for run in name_runs(measured.runs)] == ["1 req/s", "2 req/s", "2 req/s (2)", "run 4"]
+    assert isinstance(measured, SweepResult) and measured.highest_rate == 2.0 and measured.slo == {"ttft": 500}
     data["highest_rate"] = None
     assert read_file(write(tmp_path, data)).highest_rate is None
 
@@ -197,4 +199,4 @@ def test_unique_names():
 def test_old_sweep_format_has_no_highest_rate(tmp_path):
     older = {**sweep(1, 2), "format": "windlass-bench-sweep/1"}
     measured = read_file(write(tmp_path, older))
-    assert measured.sweep and len(measured.runs) == 2 and measured.highest_rate is None
+    assert isinstance(measured, SweepResult) and len(measured.runs) == 2 and measured.highest_rate is None

@@ -141,7 +141,7 @@ def test_stream_broken_before_the_planned_disconnect_has_failed():
 
 def test_turns_wait_for_the_response_and_the_think_time():
     with scripted_llm(stream(0.02, 0.02)) as llm:
-        result = run(llm, count=2, concurrency=2, workload={"turns": 3, "think_s": 0.05, "chat": True})
+        result = run(llm, count=2, concurrency=2, workload={"turns": 3, "think_time": 0.05, "chat": True})
     assert len(result.completed) == 6 and result.settings["prompts"] == "text"
     start = result.generator["monotonic_start"]
     for label in ("turn 1", "turn 2", "turn 3"):

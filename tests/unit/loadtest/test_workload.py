@@ -221,10 +221,10 @@ def test_other_prompts_of_a_trace():
 
 
 def test_turns_of_token_ids_contain_all_previous_tokens():
-    load = workload(input_len="6", output_len="4", turns=3, prefix_groups=1, prefix_len=8, think_s=0.5)
+    load = workload(input_len="6", output_len="4", turns=3, prefix_groups=1, prefix_len=8, think_time=0.5)
     (conversation,) = itertools.islice(load.conversations(), 1)
     first = json.loads(conversation.request.body)
-    assert first["return_token_ids"] is True and conversation.think_s == 0.5
+    assert first["return_token_ids"] is True and conversation.think_time == 0.5
     assert len(first["prompt"]) == conversation.request.input_tokens == 14
     assert advance(conversation, "ignored", (1, 2, 3, 4))
     second = json.loads(conversation.request.body)["prompt"]
@@ -350,8 +350,8 @@ def test_drawn_lengths_are_cut_to_the_limit():
         {"disconnect_share": 1.5},
         {"disconnect_after": 0},
         {"turns": 0},
-        {"think_s": -1.0},
-        {"think_s": float("nan")},
+        {"think_time": -1.0},
+        {"think_time": float("nan")},
         {"temperature": float("nan")},
         {"extra_body": {"top_p": float("nan")}},
         {"ladder": True, "turns": 2},

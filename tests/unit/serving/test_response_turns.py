@@ -1,4 +1,4 @@
-"""Items of a response's input merged into turns, at linear cost."""
+"""Items of a response's input merged into turns at linear cost, and arguments of calls with lone surrogates."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from windlass.server.api import responses
+from windlass.server.api.messages import _arguments_object
 from windlass.server.api.responses import chat_request_from_response
 from windlass.server.errors import ApiError
 from windlass.server.schemas.chat import MAX_CALLS, ChatMessage
 from windlass.server.schemas.responses import ResponseRequest
+from windlass.server.schemas.tools import check_arguments, parse_arguments, replace_lone_surrogates
 
 USER = {"role": "user", "content": "hi"}
 
@@ -29,9 +33,7 @@ def result(number: int) -> dict[str, Any]:
 
 
 def messages_of(*items: dict[str, Any]) -> list[ChatMessage]:
-    return chat_request_from_response(
-        ResponseRequest.model_validate({"model": "m", "input": [*items]}), []
-    ).body.messages
+    return chat_request_from_response(ResponseRequest.model_validate({"model": "m", "input": [*items]}), [])[0].messages
 
 
 @pytest.mark.parametrize(
@@ -82,3 +84,31 @@ def test_an_incomplete_call_is_kept_if_it_has_a_result() -> None:
         assert json.loads(turn.tool_calls[0].function.arguments) == {"arguments": arguments}
     whole = call(1, status="incomplete", arguments=json.dumps({"a": 1}))
     assert len(messages_of(USER, whole, result(1))) == 3
+
+
+# ---- lone surrogates in arguments of calls ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"\ude00", "\ufffd"),
+        (r"\uD83D\uDE00", "\U0001f600"),
+        (r"\ude00\ud83d", "\ufffd\ufffd"),
+        (r"\ud83d\ud83d\ude00!", "\ufffd\U0001f600!"),
+        (r"\\ud83d", "\\ud83d"),
+        (r"\\\ud83d\u0041", "\\\ufffdA"),
+        (r"\"\ud7ff\ue000", '"\ud7ff\ue000'),
+    ],
+)
+def test_lone_surrogates_are_replaced(written: str, read: str) -> None:
+    text = f'{{"a": "{written}", "b{written}": [1]}}'
+    assert parse_arguments(text) == _arguments_object(text) == {"a": read, f"b{read}": [1]}
+    assert check_arguments(text) == text  # as it was sent
+
+
+@given(st.text(st.sampled_from('a"\\\u00e9\U0001f600\ud83d\ude00\ud800\udfff')))
+def test_other_text_is_unchanged(text: str) -> None:
+    written = json.dumps(text)
+    found = json.loads(replace_lone_surrogates(written))
+    halves = {i for i, character in enumerate(json.loads(written)) if "\ud800" <= character <= "\udfff"}
+    assert found == "".join("\ufffd" if i in halves else c for i, c in enumerate(json.loads(written)))

@@ -15,8 +15,7 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, Prompt, TextService
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import pack_ids
-from windlass.server.text.workers.pool import Limits
+from windlass.server.text.workers.frames import Limits, pack_ids
 
 Found = tuple[frozenset[int], frozenset[tuple[int, ...]]]
 

@@ -1,17 +1,30 @@
-"""Block store whose folder cannot be opened yet: hashing of weights, queued blocks, log messages."""
+"""Block store, its writer and its reader: unopened folders, failures, cancelled fetches, queued blocks."""
 
+import itertools
+import json
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.block_store import EVICTED, BlockStore, PersistFolder
-from windlass.engine.cache.disk_tier import PersistCounters
+from windlass.engine.cache import block_store
+from windlass.engine.cache.block_store import (
+    EVICTED,
+    BlockFileReader,
+    BlockFileWriter,
+    BlockStore,
+    PersistFolder,
+    QueuedBlock,
+    WantedBlock,
+    WriteQueue,
+)
+from windlass.engine.cache.disk_tier import BlockDirectory, BlockFormat, PersistCounters, TierIndex
 from windlass.engine.cache.host_tier import BlockTransfer, CPUBlockTransfer, HostBlock, HostTier
 from windlass.engine.cache.non_prefix_reuse import PassageRecord
 from windlass.engine.cache.prefix_cache import BlockKey
@@ -39,11 +52,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore
 
 
 @pytest.mark.parametrize("changed_at", [0, 1], ids=["before", "meanwhile"])
-def test_weights_that_have_changed_are_not_hashed_again_and_nothing_waits_for_them(
+def test_changed_weights_stop_the_store(
     changed_at: int, opened: Callable[..., BlockStore], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights, asked = tmp_path / "weights", list[int]()
-    if changed_at:  # else they would not even be found
+    if changed_at:  # otherwise they are missing
         weights.write_bytes(b"x")
 
     def is_current() -> bool:
@@ -55,7 +68,6 @@ def test_weights_that_have_changed_are_not_hashed_again_and_nothing_waits_for_th
         store.offer(key(1), 1, 0)
         store.wait_scanned(30)
         eventually(lambda: not store.stats().waiting_blocks, 30)
-        assert store._writer is not None
         store._writer._thread.join(30)
         assert not store._writer._thread.is_alive()
     store.offer(key(2), 2, 0)
@@ -63,9 +75,7 @@ def test_weights_that_have_changed_are_not_hashed_again_and_nothing_waits_for_th
     assert len(caplog.records) == 1 and "start the engine again" in caplog.text
 
 
-def test_weights_are_hashed_once_however_often_there_is_no_folder(
-    opened: Callable[..., BlockStore], tmp_path: Path
-) -> None:
+def test_weights_are_hashed_once(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(b"x")
     asked: list[int] = []
     store = opened(tmp_path / "kept", tmp_path / "weights", lambda: asked.append(1) is None)
@@ -84,7 +94,7 @@ class HostPages(CPUBlockTransfer):
 
 
 class Host:
-    """Host memory of `slots` blocks, with a folder that cannot be opened before `open`."""
+    """Host tier of `slots` blocks, with a folder that cannot be opened before `open`."""
 
     def __init__(self, opened: Callable[..., BlockStore], root: Path, slots: int) -> None:
         pages = HostPages([[torch.zeros(2, 8, 4, 3)]])
@@ -105,7 +115,7 @@ class Host:
         self._folder.mkdir()
 
 
-def test_no_more_blocks_wait_to_be_written_than_there_are(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
+def test_the_write_queue_is_bounded_by_the_host_tier(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
     """Blocks that host memory evicts leave the queue and are lost."""
     host = Host(opened, tmp_path, 3)
     for number in range(20):
@@ -119,18 +129,16 @@ def test_no_more_blocks_wait_to_be_written_than_there_are(opened: Callable[..., 
     assert all(key(number) in host.store._index for number in range(17, 20)) and host.store.stats().lost_blocks == 17
 
 
-@pytest.mark.parametrize("again", ["before the host gives it up", "behind that"])
-def test_a_block_that_is_computed_anew_is_written(
-    again: str, opened: Callable[..., BlockStore], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("again", ["before the host evicts it", "after that"])
+def test_a_block_computed_again_is_written(again: str, opened: Callable[..., BlockStore], tmp_path: Path) -> None:
     host = Host(opened, tmp_path, 1)
     host.compute(1)
     host.evict(1)
-    if again == "before the host gives it up":
+    if again == "before the host evicts it":
         host.compute(1)
     host.evict(2)  # which was never offered
     assert key(1) not in host.tier
-    if again == "behind that":
+    if again == "after that":
         host.compute(1)
     host.open()
     eventually(lambda: host.store.stats().written_blocks == 1, 30)
@@ -140,8 +148,10 @@ def test_a_block_that_is_computed_anew_is_written(
 PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
 
 
-def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
-    """It is copied after its load, even if it was offered long before."""
+def test_loaded_blocks_are_written_after_their_plan_is_applied(
+    opened: Callable[..., BlockStore], tmp_path: Path
+) -> None:
+    """They are copied after their load, even if they were offered long before."""
     host = Host(opened, tmp_path, 1)
     store, waiting = host.store, host.store._write_queue._blocks
     store.note_loaded(0, 1)
@@ -158,8 +168,10 @@ def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., 
     assert not store._write_queue._loading
 
 
-def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
-    """Except from host memory, if that holds it."""
+def test_blocks_loaded_and_evicted_by_one_plan_are_not_written(
+    opened: Callable[..., BlockStore], tmp_path: Path
+) -> None:
+    """Except from host memory, if it holds them."""
     host = Host(opened, tmp_path, 1)
     host.evict(2)
     for number in (1, 2):
@@ -171,3 +183,163 @@ def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., B
     waiting = host.store._write_queue._blocks
     assert list(waiting) == [key(2)] and waiting[key(2)].block == EVICTED and waiting[key(2)].passage == PASSAGE
     assert host.store.stats().lost_blocks == 1
+
+
+WANTED = [WantedBlock(key(number), number) for number in range(4)]
+
+
+class WaitingPages(CPUBlockTransfer):
+    """Host memory has all blocks, and the device has no free rows until `stop` returns true."""
+
+    def __init__(self, max_blocks_per_load: int) -> None:
+        super().__init__([[torch.zeros(2, 8, 4, 3)]])
+        self.max_blocks_per_load, self.asked, self.num_held = max_blocks_per_load, 0, 0
+        self.tier = cast(Any, self)
+
+    def acquire(self, key: BlockKey) -> HostBlock:
+        self.num_held += 1
+        return HostBlock(key, 0)
+
+    def release(self, block: HostBlock) -> None:
+        self.num_held -= 1
+
+    def load(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
+        assert len(held) == self.max_blocks_per_load == self.num_held
+        self.asked += 1
+        eventually(stop, 30)
+        return None
+
+
+class UnopenedFolder:
+    """Folder from which no block is read."""
+
+    asked = 0
+
+    @property
+    def directory(self) -> None:
+        self.asked += 1
+
+
+@pytest.mark.parametrize("max_blocks_per_load", [len(WANTED), 2])
+def test_a_cancelled_fetch_from_the_host_ends_silently(
+    max_blocks_per_load: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages, folder = WaitingPages(max_blocks_per_load), UnopenedFolder()
+    reader = BlockFileReader(cast(Any, folder), pages, TierIndex(4), PersistCounters())
+    with caplog.at_level(logging.WARNING):
+        fetch = reader.fetch(WANTED)
+        eventually(lambda: pages.asked, 30)
+        fetch.cancel()
+        eventually(lambda: fetch.is_done, 30)
+        reader.close()
+    assert not caplog.records and pages.asked == 1 and not folder.asked and not pages.num_held
+
+
+class Writing:
+    """Writer of one folder, and its inputs."""
+
+    def __init__(self, root: Path, max_bytes: int = 1 << 30) -> None:
+        self.counts, self.write_queue, self.known = PersistCounters(), WriteQueue(), TierIndex(4)
+        self.folder = BlockDirectory(root, BlockFormat(b"n" * 32, PAGES.forms), max_bytes)
+        self._persist: Any = SimpleNamespace(directory=None, open=self._open, max_bytes=max_bytes)
+
+    def _open(self, *_: object) -> BlockDirectory:
+        self._persist.directory = self.folder
+        return self.folder
+
+    def start(self) -> None:
+        self.writer = BlockFileWriter(self._persist, PAGES, self.write_queue, self.known, self.counts)
+
+    def offer(self, number: int) -> None:
+        self.write_queue.offer(QueuedBlock(key(number), number % 8, 0))
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[Callable[..., Writing]]:
+    made: list[Writing] = []
+
+    def make(max_bytes: int = 1 << 30) -> Writing:
+        made.append(Writing(tmp_path, max_bytes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close(0.0)
+
+
+def test_blocks_are_written_next_to_an_invalid_file(writing: Callable[..., Writing]) -> None:
+    at = writing()
+    record = '{"passage": {"parent": "", "position": Infinity, "token_ids": [], "scopes": []}}'
+    header = json.dumps({"__metadata__": {"block": record, "sha256": ""}}).encode()
+    file = at.folder.folder / f"{key(7).digest.hex()}-0.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    at.start()
+    at.offer(1)
+    eventually(lambda: at.counts.written_blocks or at.counts.failures, 30)
+    assert (at.counts.written_blocks, at.counts.failures) == (1, 0) and key(7) in at.known
+
+
+def test_files_that_cannot_be_removed_are_logged_once(
+    writing: Callable[..., Writing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at, allowed = writing(2 * 4096), threading.Event()
+    unlink = Path.unlink
+
+    def limited(path: Path, **options: bool) -> None:
+        if not allowed.is_set():
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", limited)
+    at.start()
+    for number in range(12):
+        at.offer(number)
+    with caplog.at_level(logging.WARNING):
+        eventually(lambda: at.counts.written_blocks == 12, 30)
+        eventually(lambda: at.counts.disk_bytes == 12 * 4096, 30)
+        assert at.counts.failures > 1 and at.counts.evicted_blocks == 0
+        assert (
+            len(caplog.records) == 1
+            and "Permission denied" in caplog.text
+            and str(at.folder.folder.parent) in caplog.text
+        )
+        allowed.set()
+        at.offer(12)
+        eventually(lambda: at.counts.evicted_blocks, 30)
+        assert len(caplog.records) == 2 and "this is over" in caplog.text
+
+
+def test_a_folder_that_cannot_be_listed_is_retried_with_backoff(
+    writing: Callable[..., Writing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, failed_at = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(block_store, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    at, enough = writing(), threading.Event()
+    fail, folder = at.counts.fail, at.folder.folder
+
+    def record(what: str, error: Exception) -> None:
+        fail(what, error)
+        failed_at.append(now[0])
+        if len(failed_at) == 9:  # the folder is usable again
+            folder.unlink()
+            folder.mkdir()
+            enough.set()
+
+    monkeypatch.setattr(at.counts, "fail", record)
+    folder.rmdir()
+    folder.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        at.offer(1)
+        at.start()
+        assert enough.wait(30)
+        eventually(lambda: at.counts.written_blocks, 30)
+    pauses = [later - before for before, later in itertools.pairwise(failed_at)]
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "cached blocks cannot be stored",
+        "cached blocks cannot be stored: this is over",
+    ]

@@ -42,7 +42,7 @@ def assert_same_bits(found: Results, wanted: Results) -> None:
 
 
 def work(core: EngineCore, *, repeat: bool = True) -> Results:
-    """Streams under three adapters and under none, which come and go."""
+    """Streams with three adapters and with none, which start and end at different steps."""
     if not repeat:
         core.runner.replay.max_rows = 0
     found = run(core, [greedy(f"a{i}", PROMPT[i:], 20 + 9 * i, adapter=(None, 1, 2, 3, 1)[i]) for i in range(5)])
@@ -62,7 +62,7 @@ def work(core: EngineCore, *, repeat: bool = True) -> Results:
         ("llama", {"dtype": "bfloat16"}),
     ],
 )
-def test_the_bits_are_those_of_steps_run_one_by_one(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_recorded_steps_give_the_same_bits(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     sources = sources_of(model, tmp_path, (1, 4, 7), FUSED if family == "phi3" else ALL)
     options |= {"lora": sources, "max_model_len": 128}
@@ -73,7 +73,7 @@ def test_the_bits_are_those_of_steps_run_one_by_one(family: str, options: dict[s
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
-def test_over_the_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
+def test_recorded_steps_with_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
     model = make_model("llama", tmp_path / "model", num_hidden_layers=2, **sizes)
     made = make_gguf(model, tmp_path / "gguf", lambda name: kind)
@@ -85,7 +85,7 @@ def test_over_the_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     assert found["a1", 0].logits[0].ne(found["b2", 0].logits[0]).any()
 
 
-def test_fused_projections_are_what_they_are_merged(tmp_path: Path) -> None:
+def test_fused_projections_equal_merged_weights(tmp_path: Path) -> None:
     model = make_model("phi3", tmp_path / "model")
     (source,) = sources_of(model, tmp_path, (6,), FUSED)
     wanted = run(make_core(merged(model, Path(source.path), tmp_path / "merged")), [greedy("r", PROMPT, 12)])["r", 0]
@@ -136,7 +136,7 @@ def test_a_step_without_adapters_makes_no_calls_for_them(llama: Path, sources: t
     assert [name for name in more if name != "add_low_rank"] == counts[False, None]
 
 
-def test_what_is_loaded_between_steps_is_used_by_the_next(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+def test_adapter_loaded_between_steps_is_used_by_the_next(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
     """A stream continues with one adapter while another is unloaded and a third takes its slot."""
     wanted = {i: run(make_core(llama, lora=sources), [greedy("r", PROMPT, 40, adapter=i)])["r", 0] for i in (1, 2, 3)}
     core = make_core(llama, lora=sources[:2], max_loras=2)
@@ -152,7 +152,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(llama: Path, sources: 
     steps(8)
     core.drop_adapter(2)
     late = core.read_adapter(sources[2])
-    assert "max_loaded" in str(late.exception(30))  # it is used still
+    assert "max_loaded" in str(late.exception(30))  # it is still in use
     steps(10)
     core.add_adapter(core.read_adapter(sources[2]).result(30))
     core.add(greedy("three", PROMPT, 15, adapter=3))
@@ -168,7 +168,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(llama: Path, sources: 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_the_bits_do_not_depend_on_the_threads(threads: int, llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+def test_bits_do_not_depend_on_threads(threads: int, llama: Path, sources: tuple[AdapterSource, ...]) -> None:
     mix = (3, None, 1, 3)
     wanted = run(make_core(llama, lora=sources, deterministic=True), streams(*mix))
     before = torch.get_num_threads()
@@ -184,7 +184,7 @@ def test_the_bits_do_not_depend_on_the_threads(threads: int, llama: Path, source
 @pytest.mark.parametrize(
     "drafting", [{"speculative_ngram": 3, "speculative_ngram_min": 1}, {"speculative_model": "itself"}]
 )
-def test_proposed_tokens_meet_the_streams_adapter(
+def test_proposals_are_verified_with_the_adapter(
     drafting: dict[str, Any], llama: Path, sources: tuple[AdapterSource, ...]
 ) -> None:
     """Proposals change the number of steps and no token, whether or not the draft model has the adapter."""

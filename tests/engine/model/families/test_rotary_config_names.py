@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -94,20 +95,20 @@ FLAT_ROPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("family", "rope"),
-    # Phi 3 reads yarn as longrope, and transformers lets it have no other kind: see below.
+    # Phi 3 reads yarn as longrope, and transformers accepts no other kind for it: see below.
     [(family, rope) for family in MODULES for rope in FLAT_ROPES if family != "phi3" or "factor" not in str(rope)],
 )
-def test_flat_families_read_as_transformers_reads_them(family: str, rope: dict[str, Any]) -> None:
+def test_flat_families_equal_transformers(family: str, rope: dict[str, Any]) -> None:
     config = {"model_type": family, **SMALL, **deepcopy(rope)}
     if family == "hunyuan_v1_dense":
-        config.setdefault("head_dim", 16)  # which transformers needs there
+        config.setdefault("head_dim", 16)  # required by transformers
     group = flat(deepcopy(config))
     expected, attention = theirs(config)
     np.testing.assert_allclose(frequencies(group), expected, rtol=3e-6)
     assert resolve(group.scaling, group.base, 1).rotary_scale == pytest.approx(attention)
 
 
-def test_new_and_old_names_give_the_same_group() -> None:
+def test_new_and_old_keys_give_the_same_group() -> None:
     old = {"model_type": "llama", **SMALL, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}
     new = {
         "model_type": "llama",
@@ -121,7 +122,7 @@ def test_new_and_old_names_give_the_same_group() -> None:
     assert flat(old).base.rope_theta == 5e5
 
 
-def test_a_scaling_added_to_a_new_config_keeps_its_theta() -> None:
+def test_scaling_added_to_a_new_config_has_its_theta() -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e6}
     group = flat(
         {"model_type": "qwen3", **SMALL, "rope_parameters": parameters, "rope_scaling": {"type": "yarn", **YARN}}
@@ -142,10 +143,8 @@ def test_a_scaling_added_to_a_new_config_keeps_its_theta() -> None:
         {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 3, "head_dim": None},
     ],
 )
-def test_absent_fields_take_the_class_defaults(config: dict[str, Any]) -> None:
-    base = replace(
-        flat(config).base, fixed_distances_reason=None
-    )  # which follows from windows, not from a default of the rotation
+def test_absent_fields_have_the_defaults_of_the_class(config: dict[str, Any]) -> None:
+    base = replace(flat(config).base, fixed_distances_reason=None)  # from windows, not from a default of the rotation
     read = AutoConfig.for_model(**config)
     head_dim = getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads
     assert base == RotaryBase(read.rope_parameters["rope_theta"], head_dim, head_dim, read.max_position_embeddings)
@@ -184,7 +183,7 @@ GEMMA = {"model_type": "gemma3_text", **SMALL, "head_dim": 16}
     ],
 )
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"] * 6])
-def test_gemma3_groups_read_as_transformers_reads_them(rope: dict[str, Any], layer_types: list[str] | None) -> None:
+def test_gemma3_groups_equal_transformers(rope: dict[str, Any], layer_types: list[str] | None) -> None:
     config = {**GEMMA, **rope} if layer_types is None else {**GEMMA, **rope, "layer_types": layer_types}
     groups = read_rotary_groups(config)
     assert [group.name for group in groups] == ["full_attention", "sliding_attention"]
@@ -194,8 +193,8 @@ def test_gemma3_groups_read_as_transformers_reads_them(rope: dict[str, Any], lay
         np.testing.assert_allclose(frequencies(group), expected, rtol=3e-6)
 
 
-def test_gemma3_scaling_under_the_older_key() -> None:
-    # transformers reads `type` as no scaling here; published checkpoints mean the scaling they wrote.
+def test_gemma3_scaling_with_the_older_key() -> None:
+    # transformers ignores `type` here, but published checkpoints mean this scaling.
     old = read_rotary_groups({**GEMMA, "rope_scaling": {"type": "linear", "factor": 8.0}})
     assert old == read_rotary_groups({**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert [group.scaling.rope_type for group in old] == ["linear", "default"]
@@ -208,14 +207,14 @@ def test_gemma3_defaults() -> None:
     assert full.base.trained_len == 131_072
 
 
-def test_only_groups_that_have_layers_are_read() -> None:
+def test_groups_without_layers_are_omitted() -> None:
     (only,) = read_rotary_groups({**GEMMA, "num_hidden_layers": 4})
     assert only.name == "sliding_attention"  # every sixth layer is global, and there is no sixth
     (only,) = read_rotary_groups({**GEMMA, "layer_types": ["full_attention"] * 12})
     assert (only.name, only.base.rope_theta) == ("full_attention", 1e6)
 
 
-def test_layers_that_rotate_alike_are_one_group() -> None:
+def test_layers_with_equal_rotation_are_one_group() -> None:
     alike = {"rope_type": "default", "rope_theta": 1e4}
     nested = {**GEMMA, "rope_parameters": {"full_attention": alike, "sliding_attention": dict(alike)}}
     assert len(read_rotary_groups(nested)) == 1
@@ -223,7 +222,7 @@ def test_layers_that_rotate_alike_are_one_group() -> None:
     assert flat(windows) == flat({"model_type": "qwen2", **SMALL})
 
 
-def test_nested_parameters_serve_any_family_with_two_kinds_of_layers() -> None:
+def test_nested_parameters_of_other_families() -> None:
     nested = {
         "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, **YARN},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -248,7 +247,7 @@ def test_nested_parameters_serve_any_family_with_two_kinds_of_layers() -> None:
         {"use_sliding_window": True, "sliding_window": 8},
     ],
 )
-def test_smollm3_layers_read_as_transformers_reads_them(change: dict[str, Any]) -> None:
+def test_smollm3_layers_equal_transformers(change: dict[str, Any]) -> None:
     config = {"model_type": "smollm3", **SMALL, **change}
     layout = read_layout(config)
     theirs = AutoConfig.for_model(**config)
@@ -258,7 +257,7 @@ def test_smollm3_layers_read_as_transformers_reads_them(change: dict[str, Any]) 
     assert len(layout.groups) == 1
 
 
-def test_layers_without_rotation_under_every_name() -> None:
+def test_layers_without_rotation_with_every_key() -> None:
     llama = {"model_type": "llama", **SMALL}
     assert set(read_layout(llama).layer_groups) == {0}
     nope = [None, 0, 0, None] * 3
@@ -296,14 +295,14 @@ def test_thetas_by_layer_type() -> None:
         ({"global_rope_theta": 160_000.0}, {"rope_theta": 160_000.0}),
     ],
 )
-def test_older_names_mean_the_current_ones(older: dict[str, Any], current: dict[str, Any]) -> None:
+def test_older_keys_equal_the_current_ones(older: dict[str, Any], current: dict[str, Any]) -> None:
     config = {"model_type": "llama", **SMALL}
     assert read_rotary_groups({**config, **older}) == read_rotary_groups({**config, **current})
     assert read_rotary_groups({**config, **older}) != read_rotary_groups(config)
     assert read_rotary_groups({**config, **older, **current}) == read_rotary_groups({**config, **current})
 
 
-def test_rotary_dim_is_exact_whatever_the_head() -> None:
+def test_rotary_dim_is_exact_for_any_head() -> None:
     for head_dim in (20, 48, 96, 112, 140, 196):
         for dim in range(2, head_dim + 1, 2):
             group = flat({"model_type": "llama", **SMALL, "head_dim": head_dim, "rotary_dim": dim})
@@ -336,14 +335,14 @@ def test_phi3_names_of_longrope(kind: str, key: str) -> None:
         assert resolve(group.scaling, group.base, length).rotary_scale == pytest.approx(attention)
 
 
-def test_the_top_level_original_length_comes_first() -> None:
+def test_top_level_original_length_has_priority() -> None:
     inner = {"type": "longrope", "original_max_position_embeddings": 32, **LONG}
     assert flat({**PHI3, "rope_scaling": inner}).scaling.get("original_max_position_embeddings") == 4096
     outer = flat({**PHI3, "rope_scaling": inner, "original_max_position_embeddings": 64})
     assert outer.scaling.get("original_max_position_embeddings") == 64
 
 
-def test_hunyuan_s_published_scaling() -> None:
+def test_published_scaling_of_hunyuan() -> None:
     published = {
         "alpha": 1000.0,
         "beta_fast": 32,
@@ -366,7 +365,7 @@ def test_ministral3_default_rotation() -> None:
     assert layout.temperature == (0.1, 16_384)
 
 
-def test_the_dual_chunks_that_qwen_writes_apart() -> None:
+def test_dual_chunk_keys_of_qwen() -> None:
     chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
     sparse = {"sparse_attention_enabled": True, "sparse_attention_config": {"0": []}}
     config = {"model_type": "qwen2", "max_position_embeddings": 1_010_000, "rope_theta": 1e7}
@@ -384,13 +383,13 @@ def test_the_dual_chunks_that_qwen_writes_apart() -> None:
         flat({**config, "dual_chunk_attention_config": 3})
 
 
-def test_mrope_in_a_config() -> None:
+def test_mrope_in_config_json() -> None:
     for rope in ({"type": "mrope", "mrope_section": [2, 3, 3]}, {"type": "default", "mrope_section": [2, 3, 3]}):
         group = flat({"model_type": "qwen2", **SMALL, "rope_scaling": rope})
         np.testing.assert_allclose(frequencies(group), theirs({"model_type": "qwen2", **SMALL})[0], rtol=3e-6)
 
 
-def test_proportional_in_a_config() -> None:
+def test_proportional_scaling_in_config_json() -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0}
     config = {"model_type": "llama", **SMALL, "rope_parameters": rope}
     group = flat({"model_type": "llama", **SMALL, "rope_parameters": dict(rope)})
@@ -459,7 +458,7 @@ def test_proportional_in_a_config() -> None:
         ),
     ],
 )
-def test_what_is_not_understood_is_not_loaded(change: dict[str, Any], says: str) -> None:
+def test_invalid_rotary_config_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(LoadError) as caught:
         read_rotary_groups({"model_type": "llama", **SMALL, **change})
     assert says in str(caught.value)
@@ -470,7 +469,7 @@ def test_what_is_not_understood_is_not_loaded(change: dict[str, Any], says: str)
 # --- a request's scaling ----------------------------------------------------------------------------------------------
 
 
-def test_a_flat_scaling_replaces_that_of_the_full_attention_group() -> None:
+def test_flat_scaling_replaces_that_of_the_full_attention_group() -> None:
     groups = read_rotary_groups({**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     full, sliding = apply_scaling(groups, RopeScaling.from_dict({"rope_type": "yarn", "factor": 2.0}))
     assert full.scaling.to_dict() == {"rope_type": "yarn", "factor": 2.0}
@@ -480,7 +479,7 @@ def test_a_flat_scaling_replaces_that_of_the_full_attention_group() -> None:
     assert apply_scaling((only,), RopeScaling.from_dict({"type": "ntk", "factor": 2}))[0].scaling.rope_type == "ntk"
 
 
-def test_the_scaling_gives_theta_only_if_it_says_so() -> None:
+def test_scaling_replaces_theta_only_if_given() -> None:
     groups = read_rotary_groups({"model_type": "llama", **SMALL, "rope_theta": 5e5})
     kept = apply_scaling(groups, RopeScaling.from_dict({"rope_type": "default"}))[0]
     changed = apply_scaling(groups, RopeScaling.from_dict({"rope_type": "default", "rope_theta": 1e6}))[0]
@@ -488,7 +487,7 @@ def test_the_scaling_gives_theta_only_if_it_says_so() -> None:
     np.testing.assert_allclose(frequencies(changed), 1e6 ** (-np.arange(0, 16, 2) / 16))
 
 
-def test_a_nested_scaling_names_groups() -> None:
+def test_nested_scaling_names_groups() -> None:
     groups = read_rotary_groups(GEMMA)
     scaling = RopeScaling.from_dict({"sliding_attention": {"rope_type": "linear", "factor": 2.0}})
     full, sliding = apply_scaling(groups, scaling)
@@ -501,7 +500,7 @@ def test_a_nested_scaling_names_groups() -> None:
     assert "it has full_attention" in caught.value.message
 
 
-def test_lists_are_measured_against_the_model() -> None:
+def test_lengths_of_lists_are_checked() -> None:
     groups = read_rotary_groups(GEMMA)
     inner = {"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [2.0] * 7}
     for obj, param in ((inner, "x.short_factor"), ({"sliding_attention": inner}, "x.sliding_attention.short_factor")):
@@ -522,7 +521,7 @@ def test_lists_are_measured_against_the_model() -> None:
     ],
     ids=lambda named: named["architectures"][0],
 )
-def test_names_and_switches_of_published_files(named: dict[str, Any]) -> None:
+def test_keys_of_published_files_are_accepted(named: dict[str, Any]) -> None:
     """Keys that state a family's fixed query and key norms are accepted, and all architecture names of its files are known."""
     spec = read_spec({**PLAIN, **named})
     assert spec.generates
@@ -530,7 +529,7 @@ def test_names_and_switches_of_published_files(named: dict[str, Any]) -> None:
         assert all(layer.mixer.qk_norm is not None for layer in spec.layers)
 
 
-def test_another_family_does_not_norm_queries_and_keys_by_a_switch() -> None:
+def test_norm_switch_of_another_family_is_refused() -> None:
     with pytest.raises(LoadError, match="use_qk_norm=true"):
         read_spec({**PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "use_qk_norm": True})
 
@@ -539,8 +538,47 @@ def test_another_family_does_not_norm_queries_and_keys_by_a_switch() -> None:
     ("given", "ends", "said"),
     [(5, (5,), 0), ([5, 7], (5, 7), 0), (-1, (), 1), ([5, 128, 5000], (5,), 1), (None, (), 0)],
 )
-def test_ends_that_no_answer_can_have_are_left_out(given: Any, ends: tuple[int, ...], said: int) -> None:
+def test_impossible_end_tokens_are_omitted(given: Any, ends: tuple[int, ...], said: int) -> None:
     llama = {**PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     spec = read_spec(llama, {"eos_token_id": given})
     assert spec.eos_token_ids == ends
     assert sum("eos_token_id" in notice for notice in spec.notices) == said
+
+
+# -- corner cases ------------------------------------------------------------------------------------------------------
+
+GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_yarn_uses_truncate(nested: bool) -> None:
+    """gpt-oss does not round the ends of the ramp. transformers ignores the field if groups are named."""
+    types = ["full_attention", "sliding_attention"]
+    config: dict[str, Any] = {"model_type": "qwen3", "head_dim": 64, "num_hidden_layers": 2, "layer_types": types}
+    config |= {"use_sliding_window": True, "max_position_embeddings": 131_072}
+    config["rope_parameters"] = dict.fromkeys(types, GPT_OSS) if nested else GPT_OSS
+    (group,) = read_rotary_groups(json.loads(json.dumps(config)))
+    spec = resolve(group.scaling, group.base, 1)
+    j = np.arange(32)
+    w = 150_000.0 ** (-2 * j / 64)
+    low, high = (64 * np.log(4096 / (2 * np.pi * turns)) / (2 * np.log(150_000)) for turns in (32, 1))
+    ramp = np.clip((j - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(spec.inv_freq, w * (1 - ramp) + w / 32 * ramp, rtol=1e-12)
+    assert spec.rotary_scale == pytest.approx(1.3466, abs=1e-4)
+    rounded = resolve(RopeScaling.from_dict({**GPT_OSS, "truncate": True}), group.base, 1)
+    assert max(abs(a / b - 1) for a, b in zip(spec.inv_freq, rounded.inv_freq, strict=True)) > 0.05
+
+
+def test_too_wide_head_is_refused() -> None:
+    config: dict[str, Any] = {"model_type": "qwen3", "head_dim": 10**9, "num_hidden_layers": 2}
+    config |= {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    with pytest.raises(LoadError, match=r"head_dim must be a positive integer up to 65536, got 1000000000"):
+        read_rotary_groups(config)

@@ -1,4 +1,4 @@
-"""Files that are cut off, changed or made to do harm: a LoadError of one line, in bounded time, whatever they hold."""
+"""Truncated, changed and malicious files give a LoadError of one line, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from windlass.engine.model.gguf.gguf_description import describe_gguf
 from windlass.engine.model.gguf.gguf_reader import read_header
 
 U32, STRING, ARRAY, U64 = 4, 8, 9, 10
-_MOST_MEMORY = 64 << 20  # bytes; what a file of a few kilobytes may make the reader take
+_MOST_MEMORY = 64 << 20  # bytes, that a file of a few kilobytes may make the reader allocate
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small whole file, with every kind of value before its tensors."""
+    """A small valid file, with every kind of value before its tensors."""
     directory = tmp_path_factory.mktemp("whole")
     source = make_model(
         "llama", directory / "hf", num_hidden_layers=1, hidden_size=16, intermediate_size=8, vocab_size=8
@@ -49,7 +49,7 @@ def header_size(data: bytes, directory: Path) -> int:
 
 
 def refusal(data: bytes, directory: Path) -> str | None:
-    """What is said of a file; None where it can be read all the same."""
+    """Return the message about a file; None if it can be read."""
     path = directory / "hostile.gguf"
     path.write_bytes(data)
     try:
@@ -60,14 +60,14 @@ def refusal(data: bytes, directory: Path) -> str | None:
     return None
 
 
-def test_cut_off_anywhere(whole: bytes, tmp_path: Path) -> None:
+def test_truncated_file_is_refused(whole: bytes, tmp_path: Path) -> None:
     end = header_size(whole, tmp_path)
     for length in (*range(0, 40), *range(40, end, 13), end, len(whole) - 1):
         assert refusal(whole[:length], tmp_path) is not None, length
 
 
-def test_changed_bytes(whole: bytes, tmp_path: Path) -> None:
-    """Bytes all over the header one at a time, and then many: refused, or another value that is just as good."""
+def test_changed_bytes_give_load_errors(whole: bytes, tmp_path: Path) -> None:
+    """One changed byte, then several, anywhere in the header: the file is refused, or has another valid value."""
     end = header_size(whole, tmp_path)
     draw = random.Random(0)
     refused = 0
@@ -98,7 +98,7 @@ def text(value: bytes) -> bytes:
 def made(
     *keys: bytes, tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, version: int = 3
 ) -> bytes:
-    """A file of these keys and descriptions of tensors, and a little data behind them."""
+    """Return a file of these keys and tensor descriptions, followed by a little data."""
     found = counts or (len(tensors), len(keys))
     head = struct.pack("<4sIQQ", b"GGUF", version, *found) + b"".join(keys) + b"".join(tensors)
     return head + bytes(-len(head) % 32) + bytes(64)
@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_file_made_to_do_harm(case: str, tmp_path: Path) -> None:
+def test_malicious_file_is_refused(case: str, tmp_path: Path) -> None:
     data, says = HOSTILE[case]
     tracemalloc.start()
     try:
@@ -170,21 +170,21 @@ def test_a_file_made_to_do_harm(case: str, tmp_path: Path) -> None:
             path = tmp_path / "hostile.gguf"
             path.write_bytes(data)
             describe_gguf([path])
-        taken = tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    said = str(caught.value)
-    assert said.startswith(str(path)) and said.isprintable()
-    assert taken < _MOST_MEMORY
+    message = str(caught.value)
+    assert message.startswith(str(path)) and message.isprintable()
+    assert peak < _MOST_MEMORY
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_directory_and_missing_file_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.gguf"):
         with pytest.raises(LoadError, match=f"cannot read {path}"):
             read_header(path)
 
 
-def test_a_large_vocabulary_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
+def test_large_vocabulary_equals_that_of_the_package(tmp_path: Path) -> None:
     import gguf
 
     path = tmp_path / "large.gguf"

@@ -1,17 +1,14 @@
-"""Layers of GGUF files that predict further tokens: they propose what those of the checkpoint do, and no answer changes."""
+"""MTP layers of GGUF files: they propose the same tokens as those of the checkpoint, and answers are unchanged."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_helpers import gguf_further_experts, gguf_state_spaces
-from engine_helpers.gguf_delta import convert, tensors_of
-from engine_helpers.gguf_logits import derived
+from engine_helpers.gguf_checkpoints import YARN, convert, derived, tensors_of
 from engine_helpers.proposals import Proposed, mtp_engine, predictor_of
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
@@ -25,12 +22,12 @@ from windlass.engine.model.gguf.gguf_description import describe_gguf
 from windlass.engine.model.loading.model_size import size_model
 from windlass.kernels import FORMS, BlockWeight
 
-# The families, and what GGUF cannot say of their tiny models, so that a conversion would drop it.
+# Families with the settings that GGUF cannot store, so that a conversion loses them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"attention_bias": False},
     "qwen3_5_moe": {},
     "qwen3_next": {"norm_topk_prob": True, "mlp_only_layers": []},
-    "deepseek_v3": {"attention_bias": False, **gguf_further_experts.YARN},
+    "deepseek_v3": {"attention_bias": False, **YARN},
     "glm4_moe": {},
     "nemotron_h_experts": {"n_group": 1, "topk_group": 1},
 }
@@ -58,9 +55,7 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
     family: str, source_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = source_of(family)
-    others = gguf_state_spaces if family.startswith("nemotron") else gguf_further_experts
-    converts = convert if family.startswith("qwen") else others.convert
-    directory = derived(converts(source, tmp_path / "model.gguf"), tmp_path / "derived")
+    directory = derived(convert(source, tmp_path / "model.gguf"), tmp_path / "derived")
     core = mtp_engine(directory, speculative_tokens=3)
     proposed = Proposed(core)
     answers = run(core, sent())
@@ -76,7 +71,7 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
     assert sizes[0].kv_bytes_per_token == sizes[1].kv_bytes_per_token
 
 
-def test_its_blocks_are_kept_as_they_are(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_blocks_are_stored_unchanged(source_of: Callable[[str], Path], tmp_path: Path) -> None:
     source = source_of("qwen3_5")
     core = mtp_engine(
         derived(convert(source, tmp_path / "model.gguf", kind="Q8_0"), tmp_path / "derived"), dtype="auto"
@@ -89,10 +84,9 @@ def test_its_blocks_are_kept_as_they_are(source_of: Callable[[str], Path], tmp_p
     assert core.stats().spec_decode_model_num_accepted_tokens > 5
 
 
-def test_what_of_it_is_not_there_is_told_when_it_is_asked_for(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_incomplete_mtp_layer_is_refused_on_use(source_of: Callable[[str], Path], tmp_path: Path) -> None:
     source = source_of("qwen3_5")
-    config = json.loads((source / "config.json").read_text())
-    block = [name for name in tensors_of(source, config) if name.startswith("blk.5.")]
+    block = [name for name in tensors_of(source) if name.startswith("blk.5.")]
     cases: dict[str, tuple[dict[str, Any], str]] = {
         "dropped": (dict.fromkeys(block), r"speculation\.mtp`: the files hold no layer .* names contain nextn"),
         "incomplete": ({NEXTN[1]: None}, r"tensor 'mtp\.pre_fc_norm_embedding\.weight' is missing"),
@@ -111,10 +105,8 @@ def test_what_of_it_is_not_there_is_told_when_it_is_asked_for(source_of: Callabl
         same(run(make_core(directory), sent()[:1]), own, 1e-5)
 
 
-def test_layers_are_not_lost_where_a_file_tells_of_too_many_that_predict(
-    source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The second last is one of the model's own."""
+def test_too_large_number_of_mtp_layers_is_refused(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The second to last layer belongs to the model."""
     file = convert(source_of("qwen3_5"), tmp_path / "model.gguf", **{"qwen35.nextn_predict_layers": 2})
     with pytest.raises(
         LoadError, match=r"blk\.4\.\w+\.weight.* of the last 2 layers, which qwen35\.nextn_predict_layers"
@@ -122,10 +114,8 @@ def test_layers_are_not_lost_where_a_file_tells_of_too_many_that_predict(
         describe_gguf([file])
 
 
-@pytest.mark.parametrize("carries", [True, [True, False], [1, 1, 2, 1, 0, 0]], ids=str)
-def test_kinds_of_layers_that_make_no_sense_are_refused(
-    carries: Any, source_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    changes = {"qwen35.attention.recurrent_layers": carries}
+@pytest.mark.parametrize("recurrent", [True, [True, False], [1, 1, 2, 1, 0, 0]], ids=str)
+def test_invalid_kinds_of_layers_are_refused(recurrent: Any, source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    changes = {"qwen35.attention.recurrent_layers": recurrent}
     with pytest.raises(LoadError, match=r"recurrent_layers must have true or false for each of 6 blocks"):
         describe_gguf([convert(source_of("qwen3_5"), tmp_path / "model.gguf", **changes)])

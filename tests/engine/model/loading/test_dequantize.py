@@ -1,4 +1,4 @@
-"""Integers of every layout become blocks or numbers that are exactly what was stored."""
+"""Integers of every layout become blocks or numbers with exactly the stored values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def weight() -> Tensor:
 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces of a weight, the last one shorter."""
+    """Return three parts of a weight, the last one shorter."""
     monkeypatch.setattr(dequantize, "_ELEMENTS", 32 * COLUMNS)
 
 
@@ -74,7 +74,7 @@ def sources_of(found: QuantizedTensor, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def through_blocks(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
-    """What the decoded blocks are when they lie in memory."""
+    """Return the numbers of decoded blocks in memory."""
     assert found.storage is not None
     name, _, supers = found.storage.partition(":")
     form = replace(FORMS[name], super_groups=int(supers)) if supers else FORMS[name]
@@ -115,7 +115,7 @@ FORM = {4: ("q4_0", "q4_k"), 5: ("q5_0", "q5_k"), 6: ("q6_k", "q8_0"), 7: ("q8_0
 
 @pytest.mark.parametrize(("layout", "bits", "group_size", "symmetric"), EXACT)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_fits_is_exact(
+def test_blocks_are_exact(
     layout: str, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, weight: Tensor, tmp_path: Path
 ) -> None:
     if bits == 1:  # there is no step above zero
@@ -124,7 +124,7 @@ def test_what_fits_is_exact(
     tensors = stored(layout, w, symmetric=symmetric)
     found = described(layout, tensors, tmp_path, group_size, (bits,) if layout == "padded" else ())
     assert found.bits == bits
-    by_zeros = not (symmetric and (layout, bits) != ("gptq", 3))  # a stream of 3 bits is not looked at
+    by_zeros = not (symmetric and (layout, bits) != ("gptq", 3))  # a stream of 3 bits is not checked
     assert found.storage is not None and found.storage.partition(":")[0] == FORM[max(bits, 4)][by_zeros]
     assert torch.equal(through_blocks(found, tensors), w.numbers())
     assert torch.equal(numbers(found, tensors), w.numbers())
@@ -132,7 +132,7 @@ def test_what_fits_is_exact(
 
 @pytest.mark.parametrize("layout", ["gptq", "packed"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_columns_in_the_order_of_activations(layout: str, symmetric: bool, weight: Tensor, tmp_path: Path) -> None:
+def test_columns_in_activation_order(layout: str, symmetric: bool, weight: Tensor, tmp_path: Path) -> None:
     order = np.random.default_rng(5).permutation(np.arange(COLUMNS) // 32).tolist()
     w = quantize(weight, 4, 32, symmetric=symmetric, order=order)
     tensors = as_gptq("m", w) if layout == "gptq" else as_packed("m", w, symmetric=symmetric, ordered=False)
@@ -142,14 +142,14 @@ def test_columns_in_the_order_of_activations(layout: str, symmetric: bool, weigh
     name = found.sources["order"].name
     for wrong in (6, -1):
         damaged = {**tensors, name: tensors[name].clone().index_fill_(0, torch.tensor([7]), wrong)}
-        if layout == "packed" and wrong == -1:  # which says that there is no order
+        if layout == "packed" and wrong == -1:  # which means no order
             assert described(layout, damaged, tmp_path, 32).storage is not None
             continue
         with pytest.raises(LoadError, match=r"names groups outside 0 \.\. 5"):
             numbers(described(layout, damaged, tmp_path, 32), damaged)
 
 
-def test_an_order_that_is_none_fits(weight: Tensor, tmp_path: Path) -> None:
+def test_trivial_order_fits_blocks(weight: Tensor, tmp_path: Path) -> None:
     w = quantize(weight, 4, 32, order=(np.arange(COLUMNS) // 32).tolist())
     tensors = as_packed("m", w, ordered=False)
     found = described("packed", tensors, tmp_path)
@@ -169,7 +169,7 @@ def test_an_order_that_is_none_fits(weight: Tensor, tmp_path: Path) -> None:
         ("bytes", 8, COLUMNS, True, torch.float32, WIDE_SCALES),
     ],
 )
-def test_what_does_not_fit_is_dequantized(
+def test_unsuitable_layouts_are_dequantized(
     layout: str,
     bits: int,
     group_size: int,
@@ -186,8 +186,8 @@ def test_what_does_not_fit_is_dequantized(
     assert torch.equal(numbers(found, tensors), w.numbers())
 
 
-def test_a_zero_point_of_nought_borrowed_from_the_one_behind_it(weight: Tensor, tmp_path: Path) -> None:
-    """GPTQ's first format takes one away from whole words."""
+def test_zero_point_of_zero_borrows_from_the_next_one(weight: Tensor, tmp_path: Path) -> None:
+    """The first format of GPTQ subtracts one from entire words."""
     w = quantize(weight, 4, 32, symmetric=False)
     w.zeros[::3] = 0
     tensors = as_gptq("m", w)
@@ -195,7 +195,7 @@ def test_a_zero_point_of_nought_borrowed_from_the_one_behind_it(weight: Tensor, 
     assert torch.equal(through_blocks(found, tensors), w.numbers())
 
 
-def test_the_lowest_code_of_eight_bits(tmp_path: Path) -> None:
+def test_lowest_eight_bit_code(tmp_path: Path) -> None:
     w = quantize(torch.randn(ROWS, COLUMNS), 8, 32)
     w.codes[:, ::5] = 0
     for layout in ("gptq", "packed", "bytes"):
@@ -205,7 +205,7 @@ def test_the_lowest_code_of_eight_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (ROWS,), (ROWS, 1)])
-def test_scales_of_a_tensor_or_of_rows(shape: tuple[int, ...], weight: Tensor, tmp_path: Path) -> None:
+def test_scales_per_tensor_and_per_row(shape: tuple[int, ...], weight: Tensor, tmp_path: Path) -> None:
     w = quantize(weight, 8, COLUMNS, dtype=torch.bfloat16)
     if shape in ((), (1,), (1, 1)):
         w.scales[:] = w.scales[0, 0]
@@ -219,7 +219,7 @@ def test_scales_of_a_tensor_or_of_rows(shape: tuple[int, ...], weight: Tensor, t
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "40x48", "16x64"])
 @pytest.mark.parametrize("end", ["weight_scale", "weight_scale_inv"])
-def test_floats_of_eight_bits(kind: str, end: str, weight: Tensor, tmp_path: Path) -> None:
+def test_float8_weights(kind: str, end: str, weight: Tensor, tmp_path: Path) -> None:
     tensors, want = as_floats("m", weight, kind, end)
     found = described("floats", tensors, tmp_path)
     assert found.storage is None
@@ -228,12 +228,12 @@ def test_floats_of_eight_bits(kind: str, end: str, weight: Tensor, tmp_path: Pat
 
 
 def as_transformers(codes: Tensor, scales: Tensor) -> Tensor:
-    """What transformers makes of a weight of 8-bit floating point, in float32."""
+    """Return the float32 numbers that transformers makes of a float8 weight."""
     return Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
 
 
-def test_scales_that_are_powers_of_two_in_eight_bits(weight: Tensor, tmp_path: Path) -> None:
-    """Float8 without a sign or digits, as `scale_fmt: ue8m0` has them."""
+def test_float8_scales_that_are_powers_of_two(weight: Tensor, tmp_path: Path) -> None:
+    """Float8 without sign or mantissa, as in `scale_fmt: ue8m0`."""
     tensors, _ = as_floats("m", weight, "40x48", "weight_scale_inv")
     scales = torch.exp2(torch.arange(8).view(2, 4) * 5.0 - 20)
     tensors["m.weight_scale_inv"] = scales.to(torch.float8_e8m0fnu)
@@ -243,8 +243,8 @@ def test_scales_that_are_powers_of_two_in_eight_bits(weight: Tensor, tmp_path: P
     assert torch.equal(numbers(found, tensors), as_transformers(tensors["m.weight"], tensors["m.weight_scale_inv"]))
 
 
-def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_path: Path) -> None:
-    """Only config.json tells their size then."""
+def test_float8_with_partial_last_blocks(weight: Tensor, tmp_path: Path) -> None:
+    """Only config.json gives the block size then."""
     tensors, want = as_floats("m", weight, "48x128")
     save_file(tensors, tmp_path / "model.safetensors")
     found = describe_compressed(wanted(tmp_path), QuantizationConfig("FP8", block=(48, 128)))
@@ -264,7 +264,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_which_numbers_are_float16_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_float16_numbers_are_detected(dtype: torch.dtype, tmp_path: Path) -> None:
     yes, no = HALVES[dtype]
 
     def fits(values: list[float]) -> bool:
@@ -278,8 +278,8 @@ def test_which_numbers_are_float16_numbers(dtype: torch.dtype, tmp_path: Path) -
         assert not fits([*yes, value]), value
 
 
-def test_every_float16_number_written_as_bfloat16_or_float32(tmp_path: Path) -> None:
-    """And nothing else: all patterns of bfloat16."""
+def test_all_float16_numbers_in_bfloat16_and_float32(tmp_path: Path) -> None:
+    """All bit patterns of bfloat16; no others are accepted."""
     patterns = torch.arange(65536).to(torch.uint16).view(torch.bfloat16)
     exact = patterns.half().to(torch.bfloat16) == patterns
     save_file({"yes": patterns[exact], "no": patterns[~exact][:1]}, tmp_path / "model.safetensors")
@@ -290,7 +290,7 @@ def test_every_float16_number_written_as_bfloat16_or_float32(tmp_path: Path) -> 
         assert not fits_float16(read_headers(tmp_path)["no"])
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     save_file({"scales": torch.zeros(64, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     located = read_headers(tmp_path)["scales"]
     located.file.write_bytes(located.file.read_bytes()[:-8])
@@ -299,7 +299,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
-def test_padded_words_are_told_by_their_number(bits: int, weight: Tensor, tmp_path: Path) -> None:
+def test_padded_words_are_detected_by_their_number(bits: int, weight: Tensor, tmp_path: Path) -> None:
     w = quantize(weight, bits, 64)
     tensors = as_packed("m", w, padded=True)
     found = described("padded", tensors, tmp_path)
@@ -307,7 +307,7 @@ def test_padded_words_are_told_by_their_number(bits: int, weight: Tensor, tmp_pa
     assert torch.equal(numbers(found, tensors), w.numbers())
 
 
-def test_codes_of_another_width_than_config_json_says_are_refused(weight: Tensor, tmp_path: Path) -> None:
+def test_codes_of_another_width_are_refused(weight: Tensor, tmp_path: Path) -> None:
     tensors = as_packed("m", quantize(weight, 8, 64))
     assert described("packed", tensors, tmp_path, bits=(4, 8)).bits == 8
     with pytest.raises(LoadError, match=r"192 numbers of 4 bits do not fit"):

@@ -1,4 +1,4 @@
-"""Which device a model is loaded on, with GPUs that only torch's answers say are there."""
+"""Device selection, with GPUs that only patched answers of torch report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040).
 
 
 class Gpus:
-    """What torch says of GPUs."""
+    """Answers of torch about GPUs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.capabilities: list[tuple[int, int]] = []
@@ -86,7 +86,7 @@ def test_each_rank_has_a_gpu(gpus: Gpus) -> None:
     assert choose_device("auto", 1, 2).device == torch.device("cpu")
 
 
-def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
+def test_gpu_is_the_default(gpus: Gpus) -> None:
     assert choose_device("auto") == (torch.device("cpu"), ())
     gpus.capabilities = [(8, 0), (12, 0)]
     assert choose_device("auto") == (torch.device("cuda"), ())
@@ -94,7 +94,7 @@ def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
     assert choose_device("cuda:1") == (torch.device("cuda:1"), ())
 
 
-def test_without_what_triton_builds_with(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_of_triton_is_reported(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus.capabilities = [(9, 0)]
     monkeypatch.setattr(backend_selector, "compiler_refusal", BUILDS)
     monkeypatch.delenv("CC", raising=False)
@@ -120,12 +120,12 @@ def test_without_what_triton_builds_with(gpus: Gpus, monkeypatch: pytest.MonkeyP
         ("No CUDA GPUs are available", "No CUDA GPUs are available"),
     ],
 )
-def test_without_a_driver(gpus: Gpus, fault: str, said: str) -> None:
+def test_missing_driver_is_reported(gpus: Gpus, fault: str, said: str) -> None:
     gpus.fault = fault
     assert refusal("cuda:1") == f"`compute.device=cuda:1`: {said}: use `compute.device=cpu`"
 
 
-def test_a_number_that_no_gpu_has(gpus: Gpus) -> None:
+def test_unknown_gpu_number_is_refused(gpus: Gpus) -> None:
     gpus.capabilities = [(9, 0)]
     assert refusal("cuda:1").startswith(
         "`compute.device=cuda:1`: there is one GPU, cuda:0: name one that is there, or "
@@ -135,7 +135,7 @@ def test_a_number_that_no_gpu_has(gpus: Gpus) -> None:
     assert choose_device("cuda:3").device.index == 3
 
 
-def test_a_gpu_that_the_kernels_do_not_run_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_gpu_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.capabilities = [(7, 5), (8, 6)]
     said = "NVIDIA T4 (cuda:0) has compute capability 7.5, and 8.0 or later is needed"
     assert refusal("cuda:0") == f"`compute.device=cuda:0`: {said}: use `compute.device=cpu`"
@@ -146,7 +146,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on(gpus: Gpus, monkeypatch: pytest.Mo
     assert "Triton is not installed" in refusal("cuda:1")
 
 
-def test_weights_that_a_gpu_has_no_memory_for(tmp_path: Path) -> None:
+def test_weights_larger_than_gpu_memory_are_refused(tmp_path: Path) -> None:
     config = engine_config(make_model("llama", tmp_path / "model"), dtype="float32")
     with pytest.raises(
         LoadError, match=r"^the weights need 0\.\d MiB of memory, 0\.3 MiB are free on cuda: use `compute.d"
@@ -156,7 +156,7 @@ def test_weights_that_a_gpu_has_no_memory_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("named", [True, False])
-def test_auto_is_the_checkpoints_own_type(tmp_path: Path, stored: torch.dtype, named: bool) -> None:
+def test_auto_dtype_is_that_of_the_checkpoint(tmp_path: Path, stored: torch.dtype, named: bool) -> None:
     model = make_model("llama", tmp_path / "model")
     path, weights = model / "config.json", model / "model.safetensors"
     save_file({key: tensor.to(stored) for key, tensor in load_file(weights).items()}, weights, {"format": "pt"})
@@ -170,7 +170,7 @@ def test_auto_is_the_checkpoints_own_type(tmp_path: Path, stored: torch.dtype, n
     assert prepare_model(asked, DeviceCapabilities("cuda", False)).compute_dtype == "float16"
 
 
-def test_which_errors_are_told_as_no_memory_to_load_into() -> None:
+def test_out_of_memory_errors_are_recognized() -> None:
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     with pytest.raises(RuntimeError) as of_cpu:
         torch.empty(1 << 60, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Models in GGUF files through the whole engine: the numbers are the file's, and so are the logits."""
+"""Models in GGUF files: weights equal the numbers of the file, logits equal a model of these numbers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_start
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
-TOLERANCE = 1e-5  # of the largest reference logit, nothing being rounded
-ROUNDED = 0.05  # of their norm, where rows are rounded to 8 bits: these models amplify what they are given
+TOLERANCE = 1e-5  # of the largest reference logit, without rounding
+ROUNDED = 0.05  # of their norm, for rows rounded to 8 bits: these models amplify differences
 EXACT: dict[str, Any] = {"dtype": "float32", "activations": "float32"}
 BLOCKS = (*QUANTIZED_BY_PACKAGE, "Q4_K", "Q5_K", "Q6_K")
 IDS = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def as_q4_k_m(name: str) -> str:
-    """Several types in one file, as its writers mix them: v apart from q and k, the embedding apart from all."""
+    """Several types in one file, as in published ones: v differs from q and k, the embedding from all."""
     for part, kind in (("embed_tokens", "Q6_K"), ("lm_head", "Q6_K"), ("v_proj", "Q6_K"), ("down_proj", "Q5_K")):
         if part in name:
             return kind
@@ -63,7 +63,7 @@ def numbers_of(weight: Weight) -> torch.Tensor:
 
 
 def assert_same_numbers(got: Path, want: Path, **options: Any) -> None:
-    """Bit for bit, every weight of the model."""
+    """Assert equal bits of every weight of the model."""
     mine, theirs = (
         load_model(engine_config(d, device="cpu", **o)).decoder
         for d, o in ((got, options), (want, {"dtype": "float32"}))
@@ -74,7 +74,7 @@ def assert_same_numbers(got: Path, want: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", [*BLOCKS, "F16", "BF16", "F32"])
-def test_every_type_is_what_the_file_means(kind: str, interleaved: bool, llama: Path, tmp_path: Path) -> None:
+def test_every_type_has_the_numbers_of_the_file(kind: str, interleaved: bool, llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: kind, interleaved=interleaved)
     assert_same_numbers(made.derived, made.plain)
     core = make_core(made.derived, **EXACT)
@@ -88,7 +88,7 @@ def test_every_type_is_what_the_file_means(kind: str, interleaved: bool, llama: 
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family(family: str, tmp_path: Path) -> None:
+def test_every_family_has_the_numbers_of_the_file(family: str, tmp_path: Path) -> None:
     source = make_model(family, tmp_path / "source", **{**WIDE, **of_family(family)})
     gemma, llama = family == "gemma3", family.startswith("llama")
     made = make_gguf(source, tmp_path / "made", as_q4_k_m, interleaved=llama, norms_with_offset=gemma)
@@ -104,7 +104,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q5_K", "Q6_K"])
-def test_inputs_of_layers_are_looked_up_in_blocks(kind: str, tmp_path: Path) -> None:
+def test_per_layer_embeddings_are_gathered_from_blocks(kind: str, tmp_path: Path) -> None:
     source = make_model(
         "gemma4_e2b",
         tmp_path / "source",
@@ -120,14 +120,14 @@ def test_inputs_of_layers_are_looked_up_in_blocks(kind: str, tmp_path: Path) -> 
 
 
 def of_family(family: str) -> dict[str, Any]:
-    """What a family's settings need beside wider matrices."""
+    """Return the settings that a family needs in addition to wider matrices."""
     if family == "gemma3":
         return {"num_hidden_layers": 4}
     return {"max_window_layers": 1} if family == "qwen2" else {}
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_deterministic_bits_alone_batched_and_chunked(
+def test_deterministic_bits_are_equal_in_batches_and_chunks(
     compiled: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
@@ -146,17 +146,17 @@ def test_deterministic_bits_alone_batched_and_chunked(
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "F16"])
-def test_memory_is_that_of_the_file(kind: str, tmp_path: Path) -> None:
+def test_memory_equals_the_file_size(kind: str, tmp_path: Path) -> None:
     source = make_model("llama", tmp_path / "source", **WIDE, vocab_size=2048)
     made = make_gguf(source, tmp_path / "made", lambda name: kind)
     config = engine_config(made.derived, device="cpu")
     loaded = load_model(config).decoder.weight_bytes()
     assert loaded < 1.1 * made.file.stat().st_size
-    assert loaded > 0.9 * made.file.stat().st_size  # else something is not counted
+    assert loaded > 0.9 * made.file.stat().st_size  # otherwise something is not counted
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "TQ2_0"])
-def test_types_that_no_product_takes_are_kept_with_8_bits(kind: str, llama: Path, tmp_path: Path) -> None:
+def test_types_without_a_product_are_stored_with_8_bits(kind: str, llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: kind if "mlp" in name else "Q8_0")
     core = make_core(made.derived, **EXACT)
     (notice,) = (line for line in core.info.notices if "GGUF" in line)
@@ -169,7 +169,7 @@ def test_types_that_no_product_takes_are_kept_with_8_bits(kind: str, llama: Path
     assert_same_logits(core, made.plain, None)
 
 
-def test_a_gpu_has_the_blocks_of_the_file_too(llama: Path, tmp_path: Path) -> None:
+def test_gpu_has_the_blocks_of_the_file(llama: Path, tmp_path: Path) -> None:
     from windlass.engine.model.loading import preflight
 
     made = make_gguf(llama, tmp_path / "made", as_q4_k_m, interleaved=True)
@@ -179,10 +179,10 @@ def test_a_gpu_has_the_blocks_of_the_file_too(llama: Path, tmp_path: Path) -> No
         for device in ("cuda", "cpu")
     )
     assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization is not None and gpu.notices == ()
-    assert gpu.cache_dtype == "bfloat16"  # rows meet the blocks there as they are
+    assert gpu.cache_dtype == "bfloat16"  # rows are multiplied with the blocks unchanged there
 
 
-def test_a_quantized_file_is_not_quantized_again(llama: Path, tmp_path: Path) -> None:
+def test_quantized_file_is_not_quantized_again(llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", as_q4_k_m)
     for device in ("cpu", "auto"):
         with pytest.raises(
@@ -193,7 +193,7 @@ def test_a_quantized_file_is_not_quantized_again(llama: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
-def test_a_plain_file_may_be_quantized(kind: str, llama: Path, tmp_path: Path) -> None:
+def test_plain_file_can_be_quantized(kind: str, llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: kind, interleaved=True)
     core = make_core(made.derived, quantization="int4", **EXACT)
     assert core.info.quantization is not None and core.info.quantization.startswith("int4 (q5_k, ")
@@ -204,7 +204,7 @@ def test_a_plain_file_may_be_quantized(kind: str, llama: Path, tmp_path: Path) -
         assert torch.equal(numbers_of(weight), numbers_of(other))
 
 
-# What may be wrong with the files
+# Errors of files
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -250,7 +250,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
         (lambda index: index["files"][0].update(path="/nowhere/x.gguf"), "cannot be read any more.*start again"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_in_one_line(edit: Edit, says: str, llama: Path, tmp_path: Path) -> None:
+def test_inconsistent_index_is_refused(edit: Edit, says: str, llama: Path, tmp_path: Path) -> None:
     derived = edited(make_gguf(llama, tmp_path / "made", as_q4_k_m), edit)
     with pytest.raises(LoadError, match=says) as error:
         make_core(derived)
@@ -258,7 +258,7 @@ def test_an_index_that_does_not_fit_is_refused_in_one_line(edit: Edit, says: str
 
 
 @pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: p.write_bytes(b"x"), lambda p: os.utime(p, (1, 1))])
-def test_a_file_that_is_gone_or_changed_is_told(change: Callable[[Path], None], llama: Path, tmp_path: Path) -> None:
+def test_missing_or_changed_file_is_reported(change: Callable[[Path], None], llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: "Q4_0")
     change(made.file)
     with pytest.raises(LoadError, match=r"model\.gguf.*start again"):
@@ -266,7 +266,7 @@ def test_a_file_that_is_gone_or_changed_is_told(change: Callable[[Path], None], 
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "IQ4_NL", "F16"])
-def test_numbers_that_are_not_finite_are_refused_by_name(kind: str, llama: Path, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_refused_by_name(kind: str, llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: kind)
     entry = json.loads((made.derived / "gguf.json").read_text())["tensors"][UP]
     place = {"Q6_K": entry["end"] - 2}.get(kind, entry["begin"])
@@ -281,7 +281,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(kind: str, llama: Path,
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_saved_head_must_equal_the_tied_embedding(equal: bool, tmp_path: Path) -> None:
+def test_saved_head_must_equal_the_tied_embedding(equal: bool, tmp_path: Path) -> None:
     source = make_model("llama_bias", tmp_path / "source", **WIDE)
     made = make_gguf(source, tmp_path / "made", lambda name: "Q6_K")
     tensors = json.loads((made.derived / "gguf.json").read_text())["tensors"]
@@ -294,7 +294,7 @@ def test_a_saved_head_must_equal_the_tied_embedding(equal: bool, tmp_path: Path)
             make_core(derived)
 
 
-def test_the_cache_of_blocks_tells_files_apart(llama: Path, tmp_path: Path) -> None:
+def test_weight_cache_distinguishes_files(llama: Path, tmp_path: Path) -> None:
     first, second = (
         load_model(engine_config(make_gguf(llama, tmp_path / kind, lambda name, k=kind: k).derived, device="cpu"))
         for kind in ("Q4_0", "Q8_0")

@@ -1,4 +1,4 @@
-"""Frequencies learned with the weights: found in the checkpoint, decoded exactly, refused when they cannot be right."""
+"""Learned frequencies: found in the checkpoint, decoded exactly, refused if invalid."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_float_type_is_read_exactly(dtype: torch.dtype, tmp_path: Path) ->
     assert group.parameters() == {}
 
 
-def test_groups_have_their_own(tmp_path: Path) -> None:
+def test_groups_have_separate_frequencies(tmp_path: Path) -> None:
     config = {
         "model_type": "qwen3",
         "head_dim": 16,
@@ -66,7 +66,7 @@ def test_groups_have_their_own(tmp_path: Path) -> None:
         (VALUES.to(torch.int32), "is I32"),
     ],
 )
-def test_what_cannot_be_right_is_refused(tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+def test_invalid_frequencies_are_refused(tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)} if tensor is None else {NAME: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=says) as caught:
         with_learned_frequencies(read_rotary_groups(CONFIG), tmp_path)
@@ -74,7 +74,7 @@ def test_what_cannot_be_right_is_refused(tensor: torch.Tensor | None, says: str,
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_broken_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_damaged_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(LoadError, match=r"cannot read .*download"):
         with_learned_frequencies(read_rotary_groups(CONFIG), tmp_path)
@@ -89,7 +89,7 @@ def test_reading_them_loads_no_torch() -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 
 
-def test_a_model_runs_under_them_and_under_kinds_without_a_base(tmp_path: Path) -> None:
+def test_model_uses_them_and_kinds_without_a_base(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     plain = make_core(model)
     tensors = load_file(model / "model.safetensors")
@@ -97,12 +97,12 @@ def test_a_model_runs_under_them_and_under_kinds_without_a_base(tmp_path: Path) 
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     assert (
         make_core(model).info.rotary_groups == plain.info.rotary_groups
-    )  # an ordinary model's saved buffer means nothing
+    )  # the saved buffer of an ordinary model is ignored
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "learned"}}))
     core = make_core(model)
     prompt = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(3)).tolist()
-    (model / "config.json").write_text(json.dumps(config))  # transformers knows no such kind: its angles are replaced
+    (model / "config.json").write_text(json.dumps(config))  # transformers has no such kind: its angles are replaced
     for name, fields in (("own", None), ("half", {"rope_type": "linear", "factor": 2.0})):
         scaling = None if fields is None else RopeScaling.from_dict(fields)
         request = greedy(name, prompt, 6, rope_scaling=scaling)

@@ -1,8 +1,9 @@
-"""What loading accepts and refuses: every refusal is a LoadError of one line that says what to do."""
+"""Accepted and refused checkpoints: every refusal is a LoadError of one line with a remedy."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.engine_benchmark import run_engine_benchmark
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.config import parse_size
+from windlass.engine.model.config_json.classifier_head import ClassifierTokens, has_classifier_tokens
+from windlass.engine.model.loading.preflight import check_start
+from windlass.engine.model.loading.safetensors_header import read_header
+from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def refused(model: Path, match: str, **options: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "does not exist.*model directory")
 
 
@@ -89,7 +95,7 @@ def test_truncated_file_and_no_file(model: Path) -> None:
         ({"num_hidden_layers": "four"}, "num_hidden_layers"),
     ],
 )
-def test_configs_that_are_not_understood(model: Path, changes: dict[str, Any], match: str) -> None:
+def test_unsupported_configs_are_refused(model: Path, changes: dict[str, Any], match: str) -> None:
     edit_config(model, **changes)
     refused(model, match)
 
@@ -105,7 +111,7 @@ def test_unknown_keys_are_named(model: Path) -> None:
     assert any("attention_swirl" in notice for notice in make_core(model).info.notices)
 
 
-def test_options_that_do_not_fit(model: Path) -> None:
+def test_unsuitable_options_are_refused(model: Path) -> None:
     refused(model, "100000 tokens does not fit.*`cache.memory`", max_model_len=100_000)
     refused(model, "unknown dtype 'int3'.*float32", dtype="int3")
     refused(model, "device", device="cuda:77")
@@ -118,15 +124,15 @@ def test_options_that_do_not_fit(model: Path) -> None:
         refused(model, f"`{field}", **options)
 
 
-def test_context_defaults_to_what_the_cache_holds(model: Path) -> None:
+def test_context_defaults_to_the_cache_size(model: Path) -> None:
     per_block = make_core(model).info.kv_bytes_per_token * 16
     info = make_core(model, kv_cache_memory=5 * per_block).info
     assert info.max_model_len == 80
     assert any("80 tokens" in notice for notice in info.notices)
-    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # past the model's own length is allowed
+    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # beyond the trained length is allowed
 
 
-def test_sharded_checkpoint_gives_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_gives_the_same_bits(model: Path, tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
@@ -160,7 +166,7 @@ def test_dummy_weights_need_only_a_config(model: Path) -> None:
         run_engine_benchmark(config, batch_size=1, input_len=400, output_len=5)
 
 
-def test_requests_the_engine_refuses(model: Path) -> None:
+def test_invalid_requests_are_refused(model: Path) -> None:
     core = make_core(model)
     length = core.info.max_model_len
     cases = [
@@ -182,7 +188,7 @@ def test_requests_the_engine_refuses(model: Path) -> None:
     assert not core.has_work()
 
 
-def test_max_tokens_past_the_context_ends_with_length(model: Path) -> None:
+def test_max_tokens_beyond_the_context_ends_with_length(model: Path) -> None:
     core = EngineCore(engine_config(model, max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
     result = run(core, [greedy("a", range(3, 23), 1000)], every_logit=False)["a", 0]
     assert len(result.token_ids) == 12 and result.finish_reason == "length"
@@ -202,8 +208,8 @@ NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
     "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
 )
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
-    """A matrix that is read into place or in parts, a part of a fused one, the embedding, a norm: first, inner, last."""
+def test_non_finite_numbers_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
+    """In a matrix read directly or in parts, a part of a fused one, the embedding, and a norm."""
     names = ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
     tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}
     for name, place, value in zip(
@@ -217,7 +223,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: st
     make_core(model, **options)
 
 
-def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
+def test_non_finite_tied_head_is_named(tmp_path: Path) -> None:
     tied = make_model("llama_bias", tmp_path / "tied")
     edit_weights(
         tied, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], torch.inf)})
@@ -225,8 +231,8 @@ def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
     refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
 
 
-def test_a_head_of_another_name_that_is_tied(tmp_path: Path) -> None:
-    """Files of GPT-NeoX hold it beside the embedding."""
+def test_tied_head_with_another_name(tmp_path: Path) -> None:
+    """Files of GPT-NeoX contain it in addition to the embedding."""
     tied = make_model("gpt_neox", tmp_path / "tied", tie_word_embeddings=True)
     wanted = run(make_core(tied), [greedy("a", [5, 6, 7])])["a", 0]
     edit_weights(tied, lambda t: t.update({"embed_out.weight": t["gpt_neox.embed_in.weight"].clone()}))
@@ -235,7 +241,7 @@ def test_a_head_of_another_name_that_is_tied(tmp_path: Path) -> None:
     refused(tied, r"embed_out\.weight differs from the embedding although the model ties them")
 
 
-def test_a_tied_head_keeps_its_bias(tmp_path: Path) -> None:
+def test_tied_head_with_a_bias(tmp_path: Path) -> None:
     tied = make_model("phi", tmp_path / "tied", tie_word_embeddings=True)
     plain = run(make_core(tied), [greedy("a", [5, 6, 7], 1)])["a", 0].logits[0]
     edit_weights(tied, lambda t: t.update({"lm_head.bias": t["lm_head.bias"] + torch.arange(128.0)}))
@@ -243,13 +249,13 @@ def test_a_tied_head_keeps_its_bias(tmp_path: Path) -> None:
     torch.testing.assert_close(added, torch.arange(128.0), rtol=1e-5, atol=1e-4)
 
 
-def test_buffers_that_nobody_reads_may_hold_anything(model: Path) -> None:
+def test_unused_buffers_may_hold_any_numbers(model: Path) -> None:
     edit_weights(model, lambda t: t.update({"model.rotary_emb.inv_freq": torch.full((8,), torch.nan)}))
     make_core(model)
 
 
-def test_large_numbers_are_numbers(model: Path) -> None:
-    """Their sum is infinite; each of them is not."""
+def test_large_finite_numbers_are_accepted(model: Path) -> None:
+    """Their sum is infinite, but each of them is finite."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         largest = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
         edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": w}))
@@ -258,7 +264,7 @@ def test_large_numbers_are_numbers(model: Path) -> None:
         make_core(model)
 
 
-def test_numbers_beyond_the_type_they_are_converted_to_are_refused(model: Path) -> None:
+def test_numbers_beyond_the_target_dtype_are_refused(model: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
 
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
@@ -270,3 +276,180 @@ def test_numbers_beyond_the_type_they_are_converted_to_are_refused(model: Path) 
     )
     for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {}):
         make_core(model, **options)
+
+
+# -- files of sentence-transformers ------------------------------------------------------------------------------------
+
+LOGIT_SCORE = [
+    {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+    {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"},
+]
+
+
+def write(directory: Path, files: dict[str, Any]) -> Path:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("files", "declared"),
+    [
+        ({}, None),
+        ({"config.json": {"architectures": ["Qwen3ForCausalLM"], "_name_or_path": "Qwen3-Reranker"}}, None),
+        (
+            {"config.json": {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}},
+            ClassifierTokens(("yes", "no"), is_qwen3_reranker=True),
+        ),
+        (
+            {"config.json": {"classifier_from_token": ["0", "1"], "method": "from_2_way_softmax"}},
+            ClassifierTokens(("1", "0")),
+        ),
+        (
+            {"config.json": {"classifier_from_token": ["Yes"], "method": "no_post_processing"}},
+            ClassifierTokens(("Yes",)),
+        ),
+        (
+            {"modules.json": LOGIT_SCORE, "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": 4}},
+            ClassifierTokens((9, 4)),
+        ),
+        (
+            {
+                "modules.json": LOGIT_SCORE,
+                "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": None},
+                "config_sentence_transformers.json": {"prompts": {"a": "be strict"}, "default_prompt_name": "a"},
+            },
+            ClassifierTokens((9,), instruction="be strict"),
+        ),
+        ({"modules.json": LOGIT_SCORE[:1]}, None),
+    ],
+)
+def test_declared_scoring_is_read(files: dict[str, Any], declared: ClassifierTokens | None, tmp_path: Path) -> None:
+    assert read_reranker_config(write(tmp_path, files)) == declared
+    assert has_classifier_tokens(files.get("config.json", {})) == ("classifier_from_token" in str(files))
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config.json": {"classifier_from_token": "yes"}}, "must be a list of tokens"),
+        ({"config.json": {"classifier_from_token": ["no", "yes"]}}, "with method from_2_way_softmax"),
+        ({"config.json": {"classifier_from_token": ["yes"], "is_original_qwen3_reranker": True}}, "name two tokens"),
+        ({"config.json": {"classifier_from_token": ["a", "b"], "method": "magic"}}, "method .*magic.* is not known"),
+        ({"config.json": {"classifier_from_token": []}}, "gives no score"),
+        ({"config.json": {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": 1}}, "true or false"),
+        ({"modules.json": LOGIT_SCORE}, "missing"),
+        ({"modules.json": LOGIT_SCORE, "1_LogitScore/config.json": {"true_token_id": "yes"}}, "must be token ids"),
+        ({"modules.json": LOGIT_SCORE, "1_LogitScore/config.json": {"true_token_id": -1}}, "must be token ids"),
+        ({"modules.json": "[", "config.json": "{}"}, "cannot read"),
+    ],
+)
+def test_unsupported_declaration_is_reported(files: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=says) as caught:
+        read_reranker_config(write(tmp_path, files))
+    assert "\n" not in str(caught.value)
+
+
+# -- tensor headers ----------------------------------------------------------------------------------------------------
+
+Q, NORM, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
+Change = Callable[[dict[str, Tensor]], object]
+
+
+def put(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def remove(*names: str) -> Change:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+LAYER = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+CASES = {
+    "missing": (remove(NORM), f"tensor '{NORM}' is missing: the checkpoint is incomplete"),
+    "several missing": (remove(*LAYER, NORM), "tensors '.*', '.*', '.*' and 1 more are missing"),
+    "surplus": (put("model.layers.0.swirl.weight", torch.ones(1)), r"unexpected tensor 'model\.layers\.0\.swirl\.weight'"),
+    "several surplus": (
+        lambda tensors: [put(f"model.x{i}", torch.ones(1))(tensors) for i in range(5)],
+        r"unexpected tensors 'model\.x0', 'model\.x1', 'model\.x2' and 2 more: this architecture has no place for them",
+    ),
+    "shape": (put(NORM, torch.ones(63)), rf"'{NORM}' has shape \[63\] where config\.json asks for \[64\]"),
+    "transposed": (
+        lambda tensors: put(LAYER[2], tensors[LAYER[2]].t().contiguous())(tensors),
+        rf"'{LAYER[2]}' has shape \[\d+, 64\] where config\.json asks for \[64, \d+\]",
+    ),
+    "flat": (put(Q, torch.ones(64 * 64)), r"has shape \[4096\]"),
+    "single number": (put(NORM, torch.tensor(1.0)), r"has shape \[\]"),
+    "integers": (put(NORM, torch.ones(64, dtype=torch.int32)), f"'{NORM}' is I32, which is not a type of weights"),
+    "truths": (put(NORM, torch.ones(64, dtype=torch.bool)), f"'{NORM}' is BOOL, which is not a type of weights"),
+    "complex": (put(NORM, torch.ones(64, dtype=torch.complex64)), f"'{NORM}' is C64, which is not a type of weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inconsistent_headers_are_refused(case: str, model: Path) -> None:
+    change, says = CASES[case]
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(LoadError, match=says) as caught:
+        check_start(engine_config(model, device="cpu"))
+    assert "\n" not in str(caught.value) and str(model) in str(caught.value)
+
+
+def test_tensor_in_two_shards_is_refused(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    first = {name: tensor for name, tensor in tensors.items() if "layers" in name}
+    save_file(first, model / names[0])
+    save_file({name: tensor for name, tensor in tensors.items() if name not in first or name == Q}, model / names[1])
+    owners = {name: names[0] if name in first else names[1] for name in tensors}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    with pytest.raises(LoadError, match=f"tensor '{re.escape(Q)}' appears in more than one file"):
+        check_start(engine_config(model, device="cpu"))
+
+
+def test_unused_buffers_and_integers_are_accepted(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(model / "model.safetensors")
+    extra = {
+        "lm_head.weight": tensors[EMBEDDING].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+    }
+    save_file(tensors | extra, model / "model.safetensors")
+    check_start(engine_config(model, device="cpu"))
+
+
+def written(file: Path, data: int, **tensors: tuple[str, list[int], int, int]) -> Path:
+    header = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        for name, (dtype, shape, begin, end) in tensors.items()
+    }
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    return file
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": ("F32", [2], 0, 8), "b": ("F32", [2], 0, 8)},
+        {"a": ("F32", [2], 0, 8), "b": ("F32", [1], 4, 8)},
+        {"a": ("F32", [1], 0, 4), "b": ("F16", [1], 6, 8)},
+        {"a": ("F32", [3], 0, 8)},
+        {"a": ("BF16", [2, 3], 0, 8)},
+        {"a": ("F8_E4M3", [-2, -4], 0, 8)},
+        {"a": ("F32", [2], 8, 0), "b": ("F32", [2], 0, 8)},
+    ],
+)
+def test_invalid_tensor_ranges_are_refused(tensors: dict[str, tuple[str, list[int], int, int]], tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"its header is damaged at tensor '[ab]': download or copy the file again"):
+        read_header(written(tmp_path / "x.safetensors", 8, **tensors))
+
+
+def test_empty_tensors_and_unknown_dtypes_are_ignored(tmp_path: Path) -> None:
+    file = written(tmp_path / "x.safetensors", 8, e=("F32", [0, 3], 0, 0), a=("F4", [16], 0, 8), z=("I8", [0], 8, 8))
+    assert set(read_header(file).tensors) == {"a", "e", "z"}

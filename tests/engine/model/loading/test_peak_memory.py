@@ -1,4 +1,4 @@
-"""The most memory that loading takes: little more than the weights, in whatever form the checkpoint has them."""
+"""Peak memory of loading: little more than the weights, for all forms of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ HIDDEN, WIDE, VOCABULARY, LAYERS = 1024, 4096, 2048, 12
 SHAPES = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
 SHAPES |= {"mlp.gate_proj": (WIDE, HIDDEN), "mlp.up_proj": (WIDE, HIDDEN), "mlp.down_proj": (HIDDEN, WIDE)}
 LARGEST = 4 * WIDE * HIDDEN  # bytes, in float32
-FIXED = (
-    72 << 20
-)  # what does not grow with a model: parts read ahead, numbers decoded at a time, code that is first used
+FIXED = 72 << 20  # constant part: buffers of reading and decoding, code on its first use
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 PACKED = {
     "quant_method": "compressed-tensors",
@@ -54,7 +52,7 @@ print(json.dumps([plan_bytes(prepared.model.spec, prepared.plan), memory("VmRSS"
 
 
 def parts(kind: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What stands for one matrix, by the end of its name."""
+    """Return the stored tensors of one matrix, by the end of their names."""
     if kind == "fp8":
         codes = torch.randint(0, 120, (rows, columns), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale_inv": torch.full((rows // 128, columns // 128), 1e-3)}
@@ -98,7 +96,7 @@ def write(directory: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "fp8", "packed"])
-def test_the_peak_is_the_weights_and_little_else(kind: str, tmp_path: Path) -> None:
+def test_peak_is_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
     model = write(tmp_path, kind)
     for options in ({}, {"quantization": "int8"}, {"dtype": "float32"}) if kind == "bfloat16" else ({},):
         made = subprocess.run(
@@ -106,7 +104,7 @@ def test_the_peak_is_the_weights_and_little_else(kind: str, tmp_path: Path) -> N
             capture_output=True,
             text=True,
             check=True,
-            # What is freed goes back at once: what counts is what is held.
+            # Freed memory is returned immediately, so that only held memory counts.
             env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         )
         planned, grown, peak = json.loads(made.stdout.splitlines()[-1])

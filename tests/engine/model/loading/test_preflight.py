@@ -1,4 +1,4 @@
-"""What is known before a model is loaded: sizes that agree with what is then allocated, and what does not fit."""
+"""Preflight: predicted sizes equal allocations, and models that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def size_of(model: ModelDescription, dtype: str = "float32", quantization: str =
         ),
     ],
 )
-def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says: str, tmp_path: Path) -> None:
+def test_roles_follow_from_tensor_names(rename: Callable[[str], str], says: str, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     tensors = {rename(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -68,7 +68,7 @@ def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says:
         check_start(engine_config(model))
 
 
-def test_it_needs_no_torch() -> None:
+def test_preflight_imports_no_torch() -> None:
     code = (
         "import sys\nfrom windlass.engine.interface.config import EngineConfig\n"
         "from windlass.engine.model.loading.preflight import check_start\n"
@@ -86,7 +86,7 @@ def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("dim", [16, 18, 63, 128])
-def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
+def test_bytes_per_token_equal_the_allocated_cache(dtype: str, dim: int) -> None:
     group = KVGroupSpec(layers=(0, 1, 2), num_kv_heads=5, head_dim=dim, window=None)
     storage = KVCache([group], [7], 32, getattr(torch, dtype), select_backend("cpu"))
     pages = [storage.pages(layer) for layer in group.layers]
@@ -98,7 +98,7 @@ def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
 )
-def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tmp_path: Path) -> None:
+def test_predicted_weight_bytes_equal_the_allocation(family: str, options: dict[str, str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 512}
     config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
@@ -122,7 +122,7 @@ def refusal(model: ModelDescription, free: int | None, stored: str = "float32", 
     return str(error.value)
 
 
-def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: ModelDescription) -> None:
+def test_too_large_weights_name_options_that_fit(demo: ModelDescription) -> None:
     whole, half, quarter = (size_of(demo, *how) for how in (("float32",), ("bfloat16",), ("float32", "int4")))
     said = refusal(demo, whole - 1)
     assert "`compute.dtype=bfloat16` (" in said
@@ -165,7 +165,7 @@ def test_quantized_models_cache_in_float16(options: dict[str, str], cached: str)
     ],
     ids=str,
 )
-def test_auto_computes_in_bfloat16_where_the_processor_does(
+def test_auto_dtype_is_bfloat16_if_the_processor_supports_it(
     options: dict[str, Any], computed: str, cached: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def types(multiplies_narrow: bool) -> tuple[str, str, bool]:
@@ -179,14 +179,14 @@ def test_auto_computes_in_bfloat16_where_the_processor_does(
     assert types(False)[0] == "float32"
 
 
-def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_is_float32_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_LEAST_ROUNDED", 1)
     for family, dtype, expected in (
         ("llama", torch.bfloat16, "bfloat16"),
-        ("llama", torch.float16, "float32"),  # its digits would be lost
+        ("llama", torch.float16, "float32"),  # float32 numbers would be rounded
         ("mixtral", torch.bfloat16, "float32"),
         ("gemma4_e2b", torch.bfloat16, "bfloat16"),
-        ("gemma4_26b", torch.bfloat16, "float32"),  # experts beside the feed-forward
+        ("gemma4_26b", torch.bfloat16, "float32"),  # experts in parallel with the feed-forward
     ):
         model = make_model(family, tmp_path / f"{family}-{dtype}")
         weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
@@ -198,7 +198,7 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
     assert loaded.cache_dtype == torch.bfloat16 and preflight.BFLOAT16_NOTICE in loaded.notices
 
 
-def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
+def test_cache_must_fit_in_memory_with_the_weights(demo: ModelDescription) -> None:
     length, sequences = 1 << 20, 4
     needed = length * sequences * bytes_per_token(demo.spec.kv_groups[0], "float32")
     weights = size_of(demo)
@@ -207,11 +207,11 @@ def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
     assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.3 MiB of it for the weights: ")
     assert "`cache.dtype=int8`" in said and "int8" not in refusal(demo, GIB, kv_cache_dtype="int8", **options)
     check(demo, needed + weights, **options)
-    check(demo, None, **options)  # nobody knows what is free
+    check(demo, None, **options)  # free memory is unknown
 
 
-def test_only_ways_out_that_lead_somewhere_are_named(demo: ModelDescription) -> None:
-    """1 M tokens take 4 GiB in float32 and 1.1 in int8."""
+def test_only_helpful_options_are_named(demo: ModelDescription) -> None:
+    """1 M tokens need 4 GiB in float32 and 1.1 GiB in int8."""
     said = refusal(demo, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
     assert "it needs 4.0 GiB of KV cache, there are 1.0 GiB, which hold 262144 tokens" in said
     assert "raise `cache.memory` or lower `max_model_len` or use `cache.dtype=int8`" in said
@@ -221,8 +221,8 @@ def test_only_ways_out_that_lead_somewhere_are_named(demo: ModelDescription) -> 
     assert said.endswith("tokens: lower `max_model_len`")
 
 
-def test_what_is_named_is_used_for_beginnings_that_are_shared(demo: ModelDescription, tmp_path: Path) -> None:
-    """More than the sequences that run can hold, where that is of use; a default fills nobody's memory."""
+def test_configured_cache_memory_is_used_for_prefixes(demo: ModelDescription, tmp_path: Path) -> None:
+    """Even more than running sequences can hold. The default does not fill the memory."""
 
     def blocks(model: ModelDescription, **options: Any) -> tuple[int, ...]:
         config = engine_config(str(DEMO), max_model_len=512, max_num_seqs=4, **options)
@@ -236,7 +236,7 @@ def test_what_is_named_is_used_for_beginnings_that_are_shared(demo: ModelDescrip
     assert max(blocks(windows, kv_cache_memory=32 << 20)) == running
 
 
-def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
+def test_windows_of_many_sequences_need_blocks(tmp_path: Path) -> None:
     model = make_model("gemma3", tmp_path / "gemma", sliding_window=64)
     spec = describe_model(engine_config(model)).spec
     options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
@@ -247,8 +247,8 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
         plan_cache(many, spec.kv_groups, spec.trained_len, "float32", budget)
 
 
-def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
+def test_failing_cache_allocation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocation fails although the free memory appeared sufficient."""
     monkeypatch.setattr("windlass.engine.model.loading.device_selection.available_memory", lambda: None)
     config = engine_config(
         str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 16, max_model_len=1 << 26
@@ -258,7 +258,7 @@ def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPa
     assert "\n" not in str(e.value)
 
 
-def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:
+def test_commands_for_conversion_are_quoted_for_a_shell(tmp_path: Path) -> None:
     for name in ("plain", "it's $HOME", 'a "b"'):
         directory = tmp_path / name
         directory.mkdir()
@@ -271,11 +271,11 @@ def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:
         compile(code, "command", "exec")
 
 
-def test_training_leftovers_are_no_weights(tmp_path: Path) -> None:
+def test_training_files_are_not_weights(tmp_path: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (tmp_path / name).touch()
     assert describe_other_format(tmp_path) is None
 
 
-def test_what_the_processor_multiplies_is_known_without_kernels() -> None:
+def test_processor_features_are_known_without_kernels() -> None:
     assert preflight.processor_multiplies_bfloat16() == kernels.has_native_bf16("cpu")

@@ -1,4 +1,4 @@
-"""Quantized models through the whole engine: close to the unquantized one, the same bits however they are batched."""
+"""Quantized models: similar to the unquantized one, with equal bits in any batch."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def dequantized(weight: BlockWeight | StackedWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_lands_in_its_place(models: dict[str, Path], family: str, width: str) -> None:
-    """Quantized weights, read back, equal the plain loader's matrices to the width's rounding: fused rows, order and ties."""
+def test_every_weight_is_stored_in_its_rows(models: dict[str, Path], family: str, width: str) -> None:
+    """Dequantized weights equal the plain matrices up to rounding: fused rows, order and ties."""
     plain, packed = (
         load_model(engine_config(str(models[family]), device="cpu", dtype="float32", **extra)).decoder
         for extra in ({}, {"quantization": width})
@@ -67,7 +67,7 @@ def test_every_weight_lands_in_its_place(models: dict[str, Path], family: str, w
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_int8_logits_stay_near_float32(models: dict[str, Path], family: str) -> None:
+def test_int8_logits_are_near_float32(models: dict[str, Path], family: str) -> None:
     ids = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
     want = whole_logits(models[family], ids, dtype="float32")
     got = whole_logits(models[family], ids, dtype="float32", quantization="int8")
@@ -76,7 +76,7 @@ def test_int8_logits_stay_near_float32(models: dict[str, Path], family: str) -> 
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_bundled_model_still_writes(width: str) -> None:
+def test_quantized_demo_model_writes_text(width: str) -> None:
     text = torch.randint(3, 4096, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     want = whole_logits(DEMO, text).log_softmax(-1)
     got = whole_logits(DEMO, text, quantization=width).log_softmax(-1)
@@ -94,7 +94,7 @@ def logits_of(finished: dict[tuple[str, int], Finished]) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_deterministic_bits_alone_batched_and_chunked(
+def test_deterministic_bits_are_equal_in_batches_and_chunks(
     models: dict[str, Path], width: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
@@ -137,13 +137,13 @@ def test_memory_shrinks() -> None:
     assert sizes[2] < sizes[1]
 
 
-def test_prefix_blocks_of_another_width_are_not_the_same(models: dict[str, Path]) -> None:
+def test_prefix_blocks_of_another_width_are_separate(models: dict[str, Path]) -> None:
     loaded = [load_model(engine_config(str(models["llama"]), quantization=q)) for q in ("none", "int8", "int4")]
     assert len({cache_namespace(model) for model in loaded}) == 3
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool) -> None:
+def test_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool) -> None:
     directory = make_model("llama_bias", tmp_path / "tied")
     tensors = load_file(directory / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
@@ -158,7 +158,7 @@ def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_gpu_gets_the_same_blocks(models: dict[str, Path], quantization: str) -> None:
+def test_gpu_has_the_same_blocks(models: dict[str, Path], quantization: str) -> None:
     config = engine_config(str(models["llama"]), quantization=quantization)
     gpu, cpu = (prepare_model(config, DeviceCapabilities(device, device == "cpu")) for device in ("cuda:1", "cpu"))
     assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization
@@ -166,18 +166,18 @@ def test_a_gpu_gets_the_same_blocks(models: dict[str, Path], quantization: str) 
         prepare_model(engine_config(str(models["llama"])), DeviceCapabilities("cuda:1", False, free=300_000))
 
 
-def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
+def test_unsupported_options_are_refused_with_a_remedy(models: dict[str, Path]) -> None:
     with pytest.raises(LoadError, match="use none, int8 or int4"):
         make_core(models["llama"], quantization="int3")
 
 
 def test_kernels_are_compiled_here() -> None:
-    """Without them the tests above would compare the reference with itself."""
+    """Otherwise the tests above compare the reference with itself."""
     kernels("generic")
 
 
 def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
-    """The numbers that the decoder's weights stand for as a Hugging Face directory."""
+    """Save the dequantized weights of a decoder as a Hugging Face directory."""
     saved = load_file(source / "model.safetensors")
     weights = decoder.weights()
     for spec in decoder.spec.weights():
@@ -200,8 +200,8 @@ def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
-def test_logits_are_those_of_transformers_over_the_quantized_weights(family: str, width: str, tmp_path: Path) -> None:
-    """Where rows are not rounded, to 1e-5 of the largest; where they are, near."""
+def test_logits_equal_transformers_with_the_quantized_weights(family: str, width: str, tmp_path: Path) -> None:
+    """Within 1e-5 of the largest logit if rows are not rounded, otherwise similar."""
     source = make_model(family, tmp_path / "source")
     core = make_core(source, quantization=width, dtype="float32", activations="float32")
     plain = as_an_ordinary_model(source, core.runner.decoder, tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""Interleaved checkpoints: rows permuted at load, inside the rotary slice only, so that caches hold half-split pairs."""
+"""Interleaved checkpoints: rows of the rotary slice are permuted at load, so that caches hold half-split pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 12, 24
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 8, 12])
-def test_half_split_of_the_permuted_is_interleaved_permuted_bit_for_bit(rotary_dim: int) -> None:
+def test_permuted_rows_rotate_with_the_same_bits(rotary_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, DIM, generator=generator)
     angle = torch.randn(5, rotary_dim // 2, generator=generator)
@@ -43,7 +43,7 @@ def test_half_split_of_the_permuted_is_interleaved_permuted_bit_for_bit(rotary_d
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 8, 12])
-def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
+def test_swapped_pairs_rotate_the_other_way_with_the_same_bits(rotary_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, DIM, generator=generator)
     angle = torch.randn(5, rotary_dim // 2, generator=generator)
@@ -60,7 +60,7 @@ def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
         (InterleavedParts(2, (2, 2, 2), (0, 2, 1)), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
     ],
 )
-def test_fused_heads_are_taken_apart(fused: InterleavedParts, names: str) -> None:
+def test_fused_heads_are_split(fused: InterleavedParts, names: str) -> None:
     stored = names.split()
     order = row_order(StoredTensor("qkv", len(stored), interleaved_parts=fused))
     assert order is not None and [stored[row] for row in order] == sorted(stored, key=lambda name: "qkv".index(name[0]))
@@ -74,20 +74,20 @@ def test_fused_heads_are_taken_apart(fused: InterleavedParts, names: str) -> Non
         (InterleavedParts(1, (3, 2)), "a0 a1 a2 b0 b1", "a0 a1 a2 b0 b1"),
     ],
 )
-def test_parts_by_turns_are_taken_apart(turns: InterleavedParts, names: str, wanted: str) -> None:
+def test_alternating_parts_are_split(turns: InterleavedParts, names: str, wanted: str) -> None:
     stored = names.split()
     order = row_order(StoredTensor("parts", len(stored), interleaved_parts=turns))
     assert order is not None and [stored[row] for row in order] == wanted.split()
 
 
-def test_pairs_within_parts_by_turns() -> None:
-    """As a file has them whose rotated pairs are interleaved: of the first part, head by head."""
+def test_interleaved_pairs_in_alternating_parts() -> None:
+    """In files with interleaved pairs, rows of the first part are ordered for each head."""
     pairs = RotaryRows(2, 4, 4, "interleaved")
     order = row_order(StoredTensor("q", 16, pairs, interleaved_parts=InterleavedParts(2, (4, 4))))
     assert order is not None and order.tolist() == [0, 2, 1, 3, 8, 10, 9, 11, 4, 5, 6, 7, 12, 13, 14, 15]
 
 
-def test_the_order_goes_head_by_head() -> None:
+def test_order_is_per_head() -> None:
     assert head_order(RotaryRows(2, 6, 4, "interleaved")).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
 
@@ -108,8 +108,8 @@ def layer(group: int | None, fused: bool) -> LayerSpec:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("position", [5, 1_000_000])
-def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, position: int, tmp_path: Path) -> None:
-    """Projection, bias and per-head norm in the checkpoint's numbering, in float64, against what stands in the pages."""
+def test_cached_keys_equal_interleaved_rotation(fused: bool, position: int, tmp_path: Path) -> None:
+    """Projection, bias and per-head norm in the checkpoint's order, in float64, compared with the cache."""
     base = RotaryBase(1e4, DIM, 8, 64)
     spec = ModelSpec(
         architecture="made up",
@@ -190,8 +190,8 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         x = x + t["self_attn.o_proj.weight"] @ np.repeat(v, HEADS // KV_HEADS, axis=0).ravel()
 
 
-def test_a_layer_without_rotation_goes_through_the_same_call() -> None:
-    """Cosines of width 0: the key is cached as it is, and attention sees unrotated scores."""
+def test_layer_without_rotation_uses_the_same_call() -> None:
+    """Cosines of width 0: the key is cached unchanged, and scores are unrotated."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(3, heads, 8, generator=generator) for heads in (2, 1, 1))
     pages = kernels.KVPages(torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 8))

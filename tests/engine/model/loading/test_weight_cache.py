@@ -1,4 +1,4 @@
-"""The cache of quantized weights: the same bits as without it, and never in the way of a start."""
+"""Weight cache: equal bits with and without it, and errors of the cache never prevent a start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def model(originals: dict[str, Path], tmp_path: Path) -> Path:
-    """A tied model with biases, to change at will."""
+    """A tied model with biases, for each test."""
     return Path(shutil.copytree(originals["llama_bias"], tmp_path / "model"))
 
 
@@ -90,7 +90,7 @@ def no_quantizing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @ON_A_CPU
 @pytest.mark.parametrize("width", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_the_same_bits_from_the_cache(
+def test_cached_weights_give_the_same_bits(
     family: str, width: str, originals: dict[str, Path], tmp_path: Path, no_quantizing: Callable[[], None]
 ) -> None:
     options = {"quantization": width, "prefix_caching": False}
@@ -107,7 +107,7 @@ def test_logits_are_the_same_bits_from_the_cache(
             assert torch.equal(mine, theirs)
 
 
-def test_the_first_start_writes_one_ordinary_safetensors_file(model: Path) -> None:
+def test_first_start_writes_one_safetensors_file(model: Path) -> None:
     loaded = load(model)
     (path,) = files(model)
     assert f"stored in {path}" in notice(loaded)
@@ -122,7 +122,7 @@ def test_the_first_start_writes_one_ordinary_safetensors_file(model: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_other_options_have_files_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_other_options_have_separate_files(model: Path, tmp_path: Path) -> None:
     for options in ({}, {"quantization": "int4"}, {"dtype": "bfloat16"}):
         assert not was_read(load(model, **options))
         assert was_read(load(model, **options))
@@ -161,7 +161,7 @@ def change_config(model: Path) -> None:
         (change_config, "config.json has changed"),
     ],
 )
-def test_a_stale_cache_is_made_anew(change: Callable[[Path], None], reason: str, model: Path) -> None:
+def test_stale_cache_is_replaced(change: Callable[[Path], None], reason: str, model: Path) -> None:
     load(model)
     change(model)
     stale = load(model)
@@ -179,7 +179,7 @@ def test_a_stale_cache_is_made_anew(change: Callable[[Path], None], reason: str,
         (kernels, "LAYOUT_VERSION", 0, "another layout"),
     ],
 )
-def test_a_cache_of_another_program_version_is_made_anew(
+def test_cache_of_another_version_is_replaced(
     where: Any, name: str, value: Any, reason: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -189,8 +189,8 @@ def test_a_cache_of_another_program_version_is_made_anew(
     assert was_read(load(model))
 
 
-def test_a_cache_of_another_recipe_is_made_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same option, another choice of forms."""
+def test_cache_of_another_recipe_is_replaced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same option with another choice of formats."""
     with monkeypatch.context() as patch:
         patch.setitem(RECIPES, "int4", lambda *_: "q5_k")
         load(model, quantization="int4")
@@ -200,8 +200,8 @@ def test_a_cache_of_another_recipe_is_made_anew(model: Path, monkeypatch: pytest
     assert was_read(load(model, quantization="int4")) and len(files(model)) == 1
 
 
-def test_a_file_serves_whatever_the_processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizing gives the same bytes without compiled kernels, so that a file can be carried to another machine."""
+def test_cache_does_not_depend_on_the_processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantization gives the same bytes without compiled kernels, so that files can be copied to other machines."""
     load(model)
     with monkeypatch.context() as patch:
         patch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "not here")
@@ -231,7 +231,7 @@ def foreign(path: Path) -> None:
 
 
 def other_tensors(path: Path) -> None:
-    """The right fingerprint over tensors of other shapes."""
+    """Write a file with the right fingerprint and tensors of other shapes."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     save_file({"a": torch.zeros(3)}, path, metadata=header["__metadata__"])
@@ -246,7 +246,7 @@ def odd_metadata(path: Path) -> None:
 
 
 def not_finite(path: Path) -> None:
-    """The right fingerprint over a scale that is no number."""
+    """Write a file with the right fingerprint and a scale that is NaN."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     tensors = load_file(path)
@@ -254,7 +254,7 @@ def not_finite(path: Path) -> None:
     save_file(tensors, path, metadata=header["__metadata__"])
 
 
-def test_nothing_is_cached_of_a_checkpoint_that_is_not_finite(model: Path) -> None:
+def test_non_finite_checkpoint_is_not_cached(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.inf
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -267,7 +267,7 @@ def test_nothing_is_cached_of_a_checkpoint_that_is_not_finite(model: Path) -> No
 @pytest.mark.parametrize(
     "damage", [not_finite, cut, garble, empty, foreign, other_tensors, damaged_metadata, odd_metadata]
 )
-def test_an_unusable_file_is_made_anew(damage: Callable[[Path], None], model: Path) -> None:
+def test_unusable_file_is_replaced(damage: Callable[[Path], None], model: Path) -> None:
     want = load(model)
     (path,) = files(model)
     damage(path)
@@ -278,7 +278,7 @@ def test_an_unusable_file_is_made_anew(damage: Callable[[Path], None], model: Pa
     assert was_read(load(model)) and len(files(model)) == 1
 
 
-def test_a_folder_in_the_file_s_place_stops_nothing(model: Path) -> None:
+def test_directory_in_place_of_the_file_is_ignored(model: Path) -> None:
     want = load(model)
     (path,) = files(model)
     path.unlink()
@@ -289,7 +289,7 @@ def test_a_folder_in_the_file_s_place_stops_nothing(model: Path) -> None:
     assert same_weights(found, want) and files(model) == [path]
 
 
-def test_a_read_that_fails_halfway_leaves_right_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_read_gives_correct_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = load(model)
     original = weight_cache.read_tensors
 
@@ -307,8 +307,8 @@ def test_a_read_that_fails_halfway_leaves_right_weights(model: Path, monkeypatch
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of folders")
-def test_a_folder_that_cannot_be_written_to_is_a_notice(model: Path, tmp_path: Path) -> None:
-    """As root no mode forbids anything: there a file stands where the folder would be."""
+def test_unwritable_folder_gives_a_notice(model: Path, tmp_path: Path) -> None:
+    """Modes do not restrict root: a file is in the folder's place then."""
     for where in (tmp_path / "file" / "inside", a_place_without_permission(tmp_path)):
         (tmp_path / "file").touch()
         loaded = load(model, where)
@@ -323,7 +323,7 @@ def a_place_without_permission(tmp_path: Path) -> Path:
     return locked if os.geteuid() else Path("/proc/1/windlass")
 
 
-def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> Any:
         yield from list(write_tensors(*arguments))[:2]
         raise OSError(28, "No space left on device")
@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path, tmp_path: Path) -> None:
+def test_old_temporary_files_are_removed(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     model = model.rename(tmp_path / "a [strange] name*")
     load(model, cache)
@@ -351,7 +351,7 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path, tmp_pa
     assert not old.exists() and young.exists() and other.exists() and path.exists()
 
 
-def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -> None:
+def test_changing_checkpoint_is_not_cached(model: Path) -> None:
     loaded = load(model, None)
     cache = WeightCache("beside", model, "int8", loaded.decoder)
     touch(model)
@@ -362,8 +362,8 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -
 
 @ON_A_CPU
 @pytest.mark.slow
-def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
-    """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
+def test_concurrent_starts_share_a_folder(model: Path) -> None:
+    """Two processes and two threads with an empty folder: a later one reads a complete file."""
     want = load(model, None)
     script = (
         "import sys\nfrom windlass.engine.interface.config import ComputeConfig, EngineConfig, LoadingConfig\n"
@@ -387,7 +387,7 @@ def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"quantization": "none"}, {"load_format": "dummy"}], ids=str)
-def test_an_option_without_effect_is_said(options: dict[str, Any], model: Path) -> None:
+def test_option_without_effect_is_reported(options: dict[str, Any], model: Path) -> None:
     assert "`loading.weight_cache` has no effect" in notice(load(model, **options))
     assert not (model / FOLDER).exists()
 
@@ -398,7 +398,7 @@ def test_without_the_option_nothing_is_written(model: Path) -> None:
     assert sorted(model.rglob("*")) == before
 
 
-def test_an_unreadable_checkpoint_is_one_line(model: Path) -> None:
+def test_unreadable_checkpoint_is_refused(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(LoadError, match=r"no model\.safetensors"):
         load(model)
@@ -406,8 +406,8 @@ def test_an_unreadable_checkpoint_is_one_line(model: Path) -> None:
 
 @ON_A_CPU
 @pytest.mark.slow
-def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None:
-    """Some 130 MB of packed weights go straight to where they belong, and writing them copies none."""
+def test_reading_the_cache_does_not_duplicate_weights(tmp_path: Path) -> None:
+    """130 MB of packed weights are read into place, and written without a copy."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""Reading safetensors without mapping them: the same tensors as the library reads, in place, and its refusals."""
+"""Reading safetensors without a memory map: equal to the library, in place, with its refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.model.loading import tensor_reader
-from windlass.engine.model.loading.tensor_reader import Destination, read_tensors
+from windlass.engine.model.loading.tensor_reader import Destination, all_finite, read_tensors
 
 MODEL = Path(__file__).parents[4] / "models" / "demo"
 
@@ -22,7 +22,7 @@ def nowhere(name: str, dtype: torch.dtype, shape: list[int]) -> None:
 
 
 def read_whole(path: Path, place: Destination = nowhere) -> dict[str, torch.Tensor]:
-    """Every tensor of the file, put together from its parts, which come in order and one tensor after the other."""
+    """Join every tensor of the file from its parts, which arrive in order, one tensor after the other."""
     whole: dict[str, torch.Tensor] = {}
     parts: list[torch.Tensor] = []
     for part in read_tensors(path, place):
@@ -41,7 +41,7 @@ def read_whole(path: Path, place: Destination = nowhere) -> dict[str, torch.Tens
     return whole
 
 
-def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_equals_the_library(tmp_path: Path) -> None:
     kinds = [
         torch.float64,
         torch.float32,
@@ -55,7 +55,7 @@ def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> N
     shapes = [(), (0, 4), (3,), (5, 7), (2, 3, 4)]
     tensors = {
         f"{kind}-{shape}": (torch.randn(shape) * 50).to(kind) for kind in kinds for shape in shapes
-    }  # NaN-free, so equality is enough
+    }  # without NaN, so equality is sufficient
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     expected = load_file(tmp_path / "x.safetensors")
     found = read_whole(tmp_path / "x.safetensors")
@@ -64,7 +64,7 @@ def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> N
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
+def test_tensor_is_read_into_a_target(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(64, 8), "b": torch.randn(64, 8), "c": torch.randn(4).bfloat16()}
     save_file(tensors, tmp_path / "x.safetensors")
     fused = torch.full((128, 8), float("nan"))
@@ -81,8 +81,8 @@ def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000, 5000, 1 << 16])
-def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many more parts than buffers, of tensors of several widths: each holds its own rows until the next is asked for."""
+def test_parts_are_complete_panels_of_rows(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than buffers, of tensors of several widths: each holds its rows until the next is requested."""
     monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", size)
     tensors = {f"{rows}x{columns}": torch.randn(rows, columns) for rows in (1, 16, 49, 400) for columns in (3, 64, 100)}
     tensors |= {"vector": torch.randn(2000), "cube": torch.randn(40, 3, 5), "one": torch.tensor(3.0)}
@@ -96,10 +96,8 @@ def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("rows", [1, 5000])
-def test_every_part_tells_whether_its_numbers_are_finite(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Looked at in pieces, of which only one holds the number: in the place given, and in parts."""
+def test_every_part_reports_non_finite_numbers(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked in pieces, one of which holds the number: in a target and in parts."""
     monkeypatch.setattr(tensor_reader, "_CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(tensor_reader, "_CHECK_BYTES", 1 << 10)
     tensors = {"good": torch.randn(rows, 9), "bad": torch.randn(rows, 9), "also good": torch.randn(rows, 9)}
@@ -113,7 +111,7 @@ def test_every_part_tells_whether_its_numbers_are_finite(
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
-def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+def test_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(64, 8)}, path)
     content = path.read_bytes()
@@ -122,8 +120,8 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
         list(read_tensors(path, nowhere))
 
 
-def test_loading_never_holds_the_weights_twice(tmp_path: Path) -> None:
-    """300 MB of weights: the peak grows by them and by little else, and neither transformers nor a mapped file joins."""
+def test_loading_does_not_duplicate_weights(tmp_path: Path) -> None:
+    """The peak grows by 300 MB of weights and little more, without transformers and without a mapped file."""
     names = [f"w{i}" for i in range(10)]
     save_file({name: torch.full((15 << 20,), 1.0, dtype=torch.bfloat16) for name in names}, tmp_path / "x.safetensors")
     script = f"""
@@ -143,3 +141,39 @@ print(peak() - before)
 """
     grown = int(subprocess.check_output([sys.executable, "-c", script], text=True)) * 1024
     assert 300e6 < grown < 400e6
+
+
+# -- finite numbers ----------------------------------------------------------------------------------------------------
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    return all_finite(tensor.view(torch.uint8).numpy().data, tensor.dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+)
+def test_every_pattern_equals_torch(dtype: torch.dtype) -> None:
+    patterns = torch.arange(1 << (8 * dtype.itemsize)).to(torch.int16 if dtype.itemsize == 2 else torch.uint8)
+    numbers = patterns.view(dtype)
+    wanted = numbers.float().isfinite()
+    found = torch.tensor([finite(numbers[i : i + 1]) for i in range(len(numbers))])
+    assert torch.equal(found, wanted) and 0 < wanted.sum() < len(wanted)
+    assert finite(numbers[wanted]) and not finite(numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_limits_of_wide_types(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    numbers = torch.tensor([info.max, info.min, info.tiny, 0.0, -0.0, 1.0], dtype=dtype).repeat(1000)
+    assert finite(numbers)
+    for value in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        for place in (0, 2999, -1):
+            damaged = numbers.clone()
+            damaged[place] = value
+            assert not finite(damaged)
+
+
+def test_integers_and_empty_tensors_are_finite() -> None:
+    assert finite(torch.full((16,), -1, dtype=torch.int8)) and finite(torch.full((16,), 255, dtype=torch.uint8))
+    assert finite(torch.empty(0, dtype=torch.float32))

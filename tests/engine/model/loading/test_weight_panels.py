@@ -1,4 +1,4 @@
-"""16-bit weights in panels through the whole engine: the same numbers as rows, however they came, in every way of batching."""
+"""16-bit weights in panels: the same numbers as rows, for all layouts of files and in any batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stored_as(directory: Path, dtype: str) -> Path:
 
 
 def as_rows(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """Every weight, those in panels as rows."""
+    """Return every weight, with panels as rows."""
     return {n: w.unpack() if isinstance(w, PanelWeight) else w for n, w in decoder.weights().items()}
 
 
@@ -40,7 +40,7 @@ def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-# Heads of 16 rows of several kinds; fused and split projections; rows sorted on their way; sizes that fill no panel.
+# Heads of 16 rows; fused and split projections; sorted rows; sizes that do not fill panels.
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -52,7 +52,7 @@ def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hunyuan", {}),
     ],
 )
-def test_the_weights_are_those_of_the_files(
+def test_weights_equal_the_files(
     family: str, overrides: dict[str, int], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = stored_as(make_model(family, tmp_path, **overrides), dtype)
@@ -80,11 +80,11 @@ def test_the_weights_are_those_of_the_files(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_dummy_weights_are_the_same_in_panels(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_weights_are_equal_in_panels(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_model("llama", tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-    monkeypatch.setattr("windlass.engine.model.loading.loader._RANDOM_BYTES", 3000)  # several draws a matrix
+    monkeypatch.setattr("windlass.engine.model.loading.loader._RANDOM_BYTES", 3000)  # several draws for each matrix
     decoder = make_core(directory, load_format="dummy", seed=3).runner.decoder
     assert isinstance(decoder.layers[0].mixer.weights.qkv, PanelWeight)
     without_panels(monkeypatch)
@@ -94,7 +94,7 @@ def test_dummy_weights_are_the_same_in_panels(dtype: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("compute", ["auto", "float16", "bfloat16"])
-def test_deterministic_bits_do_not_depend_on_company(compute: str, tmp_path: Path) -> None:
+def test_deterministic_bits_do_not_depend_on_the_batch(compute: str, tmp_path: Path) -> None:
     directory = stored_as(make_model("qwen3", tmp_path), "bfloat16" if compute == "auto" else compute)
     options = {"deterministic": True, "prefix_caching": False, "dtype": compute}
     sent = [greedy(str(i), range(3, 9 + 11 * i), 12) for i in range(5)]
@@ -108,13 +108,13 @@ def test_deterministic_bits_do_not_depend_on_company(compute: str, tmp_path: Pat
             assert torch.equal(torch.stack(alone[key].logits), torch.stack(together[key].logits)), (key, budget)
 
 
-def test_steps_are_repeated(tmp_path: Path) -> None:
+def test_steps_are_recorded(tmp_path: Path) -> None:
     core = make_core(stored_as(make_model("llama", tmp_path), "bfloat16"))
     run(core, [greedy("a", range(3, 9), 40)])
     assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 20
 
 
-def test_other_weights_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_stored_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = stored_as(make_model("llama", tmp_path), "bfloat16")
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
     monkeypatch.setattr("windlass.kernels.cpu.library.BF16_DOT_ISAS", frozenset())

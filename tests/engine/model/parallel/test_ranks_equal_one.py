@@ -1,4 +1,4 @@
-"""A model split over ranks gives the logits of one process, for several families, weight storages and ways of serving."""
+"""Ranks give the logits of one process, for several families, weight storages and features."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.interface.request import EngineRequest
 from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.kernels import backend_selector
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 pytestmark = ON_A_CPU
 
-# Heads that share keys, biases, norms of heads, caps and norms with an offset, layers in parallel, fused and interleaved heads,
-# experts with a shared one, norms behind the rotation, tied heads, learned sinks; of each, the ranks it is cut into.
+# Families with grouped key heads, biases, head norms, caps, norm offsets, parallel layers, fused and interleaved heads,
+# experts with a shared one, norms after the rotation, tied heads, learned sinks; and their numbers of ranks.
 SPLIT = {
     "llama": 2,
     "llama_bias": 2,
@@ -48,7 +50,7 @@ def requests(**fields: Any) -> list[EngineRequest]:
     return [greedy("a", range(5, 45), 10, **fields), greedy("b", range(20, 33), 6), greedy("c", [7, 9, 11], 6)]
 
 
-# Nothing is rounded to 8 or 16 bits on the way, where the last bit of a sum can tip a number to its neighbour.
+# Nothing is rounded to 8 or 16 bits, where the last bit of a sum can decide the rounding.
 UNROUNDED = {"activations": "float32", "kv_cache_dtype": "float32"}
 
 
@@ -60,21 +62,21 @@ def assert_equal(found: dict[Any, Finished], expected: dict[Any, Finished], boun
             assert float((ours - theirs).abs().max() / theirs.abs().max()) < bound, key
 
 
-# One of each way to cut; the others take longer than the short suite has.
+# One for each way to split; the others are slow.
 QUICK = ("llama_bias", "gemma3", "gpt_neox", "hunyuan", "gpt_oss")
 
 
 @pytest.mark.parametrize(
     "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in SPLIT]
 )
-def test_a_family_comes_to_the_logits_of_one_rank(tmp_path: Path, family: str) -> None:
+def test_family_equals_one_rank(tmp_path: Path, family: str) -> None:
     directory = make_model(family, tmp_path / "model")
     expected = run(make_core(directory, threads=1), requests())
     with ranked(directory, SPLIT[family]) as core:
         assert_equal(run(core, requests()), expected)
 
 
-def test_gates_of_queries_go_with_their_heads(tmp_path: Path) -> None:
+def test_query_gates_are_split_with_their_heads(tmp_path: Path) -> None:
     directory = make_model("qwen3_5", tmp_path / "model", layer_types=["full_attention"] * 5)
     expected = run(make_core(directory, threads=1), requests())
     with ranked(directory, 2) as core:
@@ -98,7 +100,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["cut prompts, deterministic", "int8 cache", "proposals", "int8 weights", "queue"],
 )
-def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]) -> None:
+def test_feature_equals_one_rank(llama: Path, options: dict[str, Any]) -> None:
     """Three key heads over two ranks, one on the first."""
     asked = [*requests(rope_scaling=RopeScaling.from_dict(LONG)), greedy("d", [5, 6, 7] * 12, 12)]
     bound = 1e-2 if options.get("kv_cache_dtype") == "int8" else 1e-5  # one step of a cached number in a hundred
@@ -110,7 +112,7 @@ def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]
         assert core.runner.replay.num_replayed > 0 and core.runner.replay.obstacle is None
 
 
-def test_a_draft_model_of_one_rank_proposes_to_all(llama: Path) -> None:
+def test_draft_model_of_one_rank_proposes_to_all(llama: Path) -> None:
     asked = [greedy("a", range(5, 45), 24), greedy("b", range(20, 33), 24)]
     expected = run(make_core(llama, threads=1), asked)
     with ranked(llama, 2, speculative_model=str(llama), speculative_adaptive=False) as core:
@@ -119,17 +121,17 @@ def test_a_draft_model_of_one_rank_proposes_to_all(llama: Path) -> None:
     assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
 
 
-def test_quantized_parts_are_kept_and_read_back(llama: Path, tmp_path: Path) -> None:
+def test_quantized_shards_are_cached(llama: Path, tmp_path: Path) -> None:
     options = {"quantization": "int8", "weight_cache": str(tmp_path / "kept"), **UNROUNDED}
     expected = run(make_core(llama, threads=1, quantization="int8", **UNROUNDED), requests())
     for _ in range(2):
         with ranked(llama, 2, **options) as core:
             assert_equal(run(core, requests()), expected)
         kept = sorted((tmp_path / "kept").iterdir())
-        assert len(kept) == 2  # a file for each rank
+        assert len(kept) == 2  # one file per rank
 
 
-def test_preempted_sequences_go_on_as_they_were(llama: Path) -> None:
+def test_preempted_sequences_equal_one_rank(llama: Path) -> None:
     asked = [greedy(str(i), range(3 + i, 43 + i), 40) for i in range(5)]
     small = {"kv_cache_memory": 20 * 16 * 4 * 3 * 2 * 32 * 4, "max_model_len": 128}
     expected = run(make_core(llama, threads=1, **small), asked)
@@ -138,7 +140,7 @@ def test_preempted_sequences_go_on_as_they_were(llama: Path) -> None:
         assert core.stats().num_preemptions > 0
 
 
-def test_what_a_prompt_is_given_comes_to_the_same(llama: Path) -> None:
+def test_prompt_results_equal_one_rank(llama: Path) -> None:
     asked = [greedy("a", range(5, 150), 2, prompt_logprobs=2), greedy("b", [8], 4, logprobs=3)]
     expected = run(make_core(llama, threads=1), asked)
     with ranked(llama, 3) as core:
@@ -151,7 +153,7 @@ def test_what_a_prompt_is_given_comes_to_the_same(llama: Path) -> None:
     assert found["b", 0].token_ids == expected["b", 0].token_ids
 
 
-def test_blocks_of_a_gguf_file_are_cut_as_they_lie(tmp_path: Path) -> None:
+def test_blocks_of_a_gguf_file_are_split(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path / "source", intermediate_size=160, head_dim=32)
     directory = make_gguf(source, tmp_path / "gguf", lambda name: "Q8_0", interleaved=True).derived
     expected = run(make_core(directory, threads=1, **UNROUNDED), requests())
@@ -160,7 +162,7 @@ def test_blocks_of_a_gguf_file_are_cut_as_they_lie(tmp_path: Path) -> None:
         assert core.info.quantization == "GGUF Q8_0"
 
 
-def test_each_rank_holds_its_part(llama: Path) -> None:
+def test_each_rank_holds_its_shard(llama: Path) -> None:
     whole = make_core(llama, threads=1)
     with ranked(llama, 3) as core:
         own = core.runner.decoder.spec
@@ -169,3 +171,35 @@ def test_each_rank_holds_its_part(llama: Path) -> None:
         assert core.info.kv_bytes_per_token == whole.info.kv_bytes_per_token
         assert core.info.num_parameters == whole.info.num_parameters and core.info.ranks == 3
         assert core.runner.decoder.weight_bytes() < whole.info.weight_bytes / 2
+
+
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the CPU as a device without its own kernels."""
+    monkeypatch.setattr(
+        backend_selector,
+        "_NATIVE_BACKENDS",
+        {"cpu": backend_selector._NativeBackend(lambda options: "played", TorchBackend, False)},
+    )
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama_bias", {}), ("gpt_oss", {}), ("llama_bias", {"deterministic": True, "max_num_batched_tokens": 16})],
+    ids=["dense", "experts and windows", "deterministic"],
+)
+def test_logits_equal_one_process(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    model = make_model(family, tmp_path / "model")
+    asked = [greedy("a", range(5, 45), 10, prompt_logprobs=1), greedy("b", range(20, 33), 6), greedy("c", [7, 9], 6)]
+    expected = run(make_core(model, threads=1, **options), asked)
+    with ranked(model, 2, **options) as core:
+        found = run(core, asked)
+        assert core.runner.graphs is None
+    for key, one in expected.items():
+        assert found[key].token_ids == one.token_ids
+        for ours, theirs in zip(found[key].logits, one.logits, strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5

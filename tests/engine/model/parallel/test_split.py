@@ -17,7 +17,7 @@ from windlass.engine.model.tensor_parallel import WeightSlice, shard_range
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.sampled_from([1, 16, 32]))
-def test_shares_are_whole_units_side_by_side(size: int, ranks: int, unit: int) -> None:
+def test_shares_are_adjacent_complete_units(size: int, ranks: int, unit: int) -> None:
     shares = [shard_range(size, rank, ranks, unit) for rank in range(ranks)]
     assert [first for first, _ in shares] == [0, *(first + count for first, count in shares)][:ranks]
     assert sum(count for _, count in shares) == size
@@ -26,7 +26,7 @@ def test_shares_are_whole_units_side_by_side(size: int, ranks: int, unit: int) -
     assert max(units) - min(units) <= 1
 
 
-def test_a_slice_tells_its_rows_within_each_tensor() -> None:
+def test_slice_has_its_rows_within_each_tensor() -> None:
     part = WeightSlice(((2, 2), (10, 4), (20, 1)))
     assert list(part.within(0, 8)) == [(2, 4)]
     assert list(part.within(8, 4)) == [(2, 4)]
@@ -50,7 +50,7 @@ def test_a_slice_tells_its_rows_within_each_tensor() -> None:
         ("llama", {}, {"tensor_parallel": 33}, "must be at most 32"),
     ],
 )
-def test_what_is_not_split_is_refused_in_one_line(
+def test_models_that_are_not_split_are_refused(
     tmp_path: Path,
     family: str,
     overrides: dict[str, Any],
@@ -60,7 +60,7 @@ def test_what_is_not_split_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(
         "windlass.engine.model.loading.preflight._torch_has_cuda", lambda: False
-    )  # whichever build is here
+    )  # independent of the build
     directory = make_model(family, tmp_path / "model", **overrides)
     with pytest.raises(LoadError) as refused:
         check_start(engine_config(directory, **{"device": "cpu", "tensor_parallel": 2, **options}))

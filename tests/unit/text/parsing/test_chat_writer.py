@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from helpers.chat_chunks import assembled
-from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import logprobs_of
+from helpers.writer_jobs import writer_job
 
 from windlass.server.api.chat import ChatWriter
 from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import ResponseOptions
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import CallArguments, CallStart, Content, Event, ParsingPlan, Reasoning
 
@@ -48,9 +47,7 @@ def write(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the choice of a response, or the combined choice and the chunks of a stream."""
     plan = ParsingPlan(lambda: Scripted(SCRIPTS[name]), legacy_function_call=legacy)
-    writer = ChatWriter(
-        toy_tokenizer(), [Prompt([1])], TokenUsage(), ResponseOptions(**options), {"id": "x"}, parsing=plan
-    )
+    writer = ChatWriter(writer_job(parsing=plan, stream=stream, **options), [Prompt([1])], TokenUsage())
     count = len(SCRIPTS[name])
     deltas = [
         Delta(0, "x", (65,), (logprobs_of(65, 0),) if options.get("logprobs") is not None else (), None)

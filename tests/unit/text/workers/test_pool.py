@@ -24,8 +24,8 @@ from tokenizers import Regex, models, pre_tokenizers
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
-from windlass.server.text.workers.frames import WorkerSource, pack_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
+from windlass.server.text.workers.frames import Limits, WorkerSource, pack_ids, unpack_ids
+from windlass.server.text.workers.pool import LARGE_JOB, TextPool
 from windlass.server.text.workers.processes import (
     RECYCLE_JOB_SIZE,
     ClosedError,
