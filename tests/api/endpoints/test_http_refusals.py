@@ -667,7 +667,7 @@ ROTARY_REFUSALS = refused(
     ({"rope_update": {"policy": "frozen", "exact": True}}, "rope_update.exact", "goes with the policy", "invalid_value"),
     ({"rope_update": {"policy": "recompute", "exact": 1}}, "rope_update.exact", "", "invalid_value"),
     ({"rope_update": {"policy": "recompute", "speed": 1}}, "rope_update.speed", "unknown field", "unknown_field"),
-    ({"rope_update": {"policy": "recompute", "exact": True}}, "rope_update.exact", "--rope-policy exact", "rope_exact_not_allowed"),
+    ({"rope_update": {"policy": "recompute", "exact": True}}, "rope_update.exact", "-policy exact", "rope_exact_not_allowed"),
 )  # fmt: skip
 
 ATTENTION_REFUSALS = refused(
