@@ -117,8 +117,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
     if settings.requires_key:
-        open_paths = PUBLIC_PATHS | DOCS_PATHS | (UI_PATHS if settings.ui else frozenset())
-        app.add_middleware(AuthMiddleware, callers=state.callers, open_paths=open_paths)
+        public_paths = PUBLIC_PATHS | DOCS_PATHS | (UI_PATHS if settings.ui else frozenset())
+        app.add_middleware(AuthMiddleware, callers=state.callers, public_paths=public_paths)
     app.add_middleware(
         LimitsMiddleware,
         max_body_bytes=settings.max_body_bytes,

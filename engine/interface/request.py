@@ -16,7 +16,7 @@ MAX_REPEAT_WINDOW = 32_768  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatPenalty:
+class DryParams:
     """Penalty on tokens that would continue a repetition (DRY); see `windlass.engine.sampling.penalties`.
 
     last_n: tokens that are searched for repetitions, 1 to MAX_REPEAT_WINDOW. breaker_ids, breaker_sequences (two ids or more):
@@ -77,7 +77,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repeats: RepeatPenalty | None = None
+    repeats: DryParams | None = None
     grammar: str | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.interface.request import MAX_REPEAT_WINDOW, RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import MAX_REPEAT_WINDOW, DryParams, SamplingParams
 from windlass.kernels import Penalties
 
 
@@ -90,7 +90,7 @@ class DryPenalty:
     most `last_n` numbers. The text is stored backwards, so that the token at distance d is `_text[_start + d - 1]`.
     """
 
-    def __init__(self, settings: RepeatPenalty) -> None:
+    def __init__(self, settings: DryParams) -> None:
         self._settings = settings
         self._breaking = frozenset(tuple(reversed(sequence)) for sequence in settings.breaker_sequences)
         self._lengths = sorted({len(sequence) for sequence in self._breaking})

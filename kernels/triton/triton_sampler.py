@@ -600,8 +600,8 @@ class _RowsToSample(NamedTuple):
     of_draw: Tensor | None
 
 
-def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingTensors, turns: int) -> Tensor:
-    """Tokens and statuses [2, draws]. turns: passes of `radix_select_kernel`."""
+def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingTensors, passes: int) -> Tensor:
+    """Tokens and statuses [2, draws]. passes: of `radix_select_kernel`."""
     logits, device, count = rows.logits, rows.logits.device, draws.uniform.shape[0]
     columns = logits.shape[1]
     found = torch.empty(2, count, dtype=torch.int64, device=device)
@@ -636,7 +636,7 @@ def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingT
     blocks, parts = _parts(count, -(-columns // block))
     row = logits, logits.stride(0), columns, logits if changed is None else changed.logits, temperature
     narrow: tuple[Any, ...] = *row, top_k, top_p, largest, states, *sums
-    for turn in range(turns):
+    for turn in range(passes):
         launch(radix_select_kernel, (count, parts), logits, *narrow, turn, blocks, BLOCK=block, **_EXACT)
     sample: tuple[Any, ...] = *row, uniform, largest, states, found[0], part_masses, tickets, blocks
     launch(sample_tokens_kernel, (count, parts), logits, *sample, BLOCK=block, PARTS=_MOST_PARTS, **_EXACT)

@@ -234,11 +234,11 @@ def reload_keys_on_sighup(
 
 
 class AuthMiddleware:
-    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>` on every path except open ones."""
+    """Requires `Authorization: Bearer <key>` or `x-api-key: <key>` on every path that is not public."""
 
-    def __init__(self, app: ASGIApp, *, callers: Callers, open_paths: Collection[str] = PUBLIC_PATHS) -> None:
+    def __init__(self, app: ASGIApp, *, callers: Callers, public_paths: Collection[str] = PUBLIC_PATHS) -> None:
         self._app = app
-        self._open = open_paths
+        self._open = public_paths
         self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

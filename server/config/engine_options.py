@@ -30,7 +30,7 @@ from windlass.server.config.option import (
     integer,
     json_object,
     json_text,
-    number_above_zero,
+    non_negative_number,
     number_type,
     options,
     options_of,
@@ -180,7 +180,7 @@ class EngineOptions:
         "--gpu-memory-utilization on a GPU.",
     )
     gpu_memory_utilization: float | None = Panel.CONTEXT.option(
-        number_above_zero("a share above 0 and at most 1", "SHARE"),
+        non_negative_number("a share above 0 and at most 1", "SHARE"),
         default=None,
         sets="cache.device_share",
         help="Share of a GPU's memory that the engine may use, weights and steps included; the cache gets the rest of it. "
@@ -358,7 +358,7 @@ class EngineOptions:
         help="Keep the engine and the HTTP server on separate CPU cores: one for the server, the others for the engine.",
     )
     target_step_ms: float = Panel.BATCHING.option(
-        number_above_zero("finite and not negative", "MS"),
+        non_negative_number("finite and not negative", "MS"),
         default=250.0,
         sets="scheduling.target_step_seconds",
         convert=_to_seconds,

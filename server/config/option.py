@@ -222,8 +222,8 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
     return Kind(form=form, read=read, metavar="N")
 
 
-def number_above_zero(form: str, metavar: str) -> Kind:
-    """A finite number that is not negative."""
+def non_negative_number(form: str, metavar: str) -> Kind:
+    """A finite number of at least 0."""
 
     def read(value: Any) -> float:
         found = float(value)

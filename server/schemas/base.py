@@ -304,7 +304,7 @@ class RopeUpdateObject(StrictModel):
     @classmethod
     def _exact_recomputes(cls, exact: bool | None, info: ValidationInfo) -> bool | None:
         if exact and info.data.get("policy", "recompute") != "recompute":  # an invalid policy has its own error
-            raise PydanticCustomError("exact", "goes with the policy 'recompute': leave it out")
+            raise PydanticCustomError("exact", "requires the policy 'recompute': leave it out")
         return exact
 
 

@@ -23,7 +23,7 @@ DEFAULT_RECOMPUTE = 0.15  # fraction of a passage, at its head; from the table i
 def resolve_context_rule(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
     """The rule of a request under `overflow`; raises ApiError for fields that exclude each other."""
     if body.keep_tokens is not None and overflow != "shift":
-        raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
+        raise bad_request("keep_tokens requires context_overflow shift", "keep_tokens")
     keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
     return replace(
         resolve_window_rule(body, settings),
@@ -39,7 +39,7 @@ def resolve_window_rule(body: GenerationRequest | PromptRequest, settings: Serve
         window = settings.attention_window
         sinks = settings.attention_sinks if sinks is None else sinks
     if sinks and window is None:
-        raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
+        raise bad_request("attention_sinks requires attention_window", "attention_sinks")
     return ContextRule(attention_window=window, attention_sinks=sinks or 0)
 
 
@@ -55,13 +55,13 @@ def resolve_reuse(body: GenerationRequest, scope: str, settings: ServerSettings,
             "cache_reuse",
         )
     if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
-        raise bad_request("cache_reuse_recompute goes with cache_reuse or passages", "cache_reuse_recompute")
+        raise bad_request("cache_reuse_recompute requires cache_reuse or passages", "cache_reuse_recompute")
     if body.passages is not None and body.cache_reuse == 0:
         raise bad_request(
             "cache_reuse 0 reuses nothing, passages name what to reuse: leave one of them out", "cache_reuse"
         )
     if body.passages is not None and chat:
-        raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
+        raise bad_request("passages requires a prompt: chats have cache_reuse", "passages")
     spans = tuple((span.start, span.end) for span in body.passages or ())
     recompute = DEFAULT_RECOMPUTE if body.cache_reuse_recompute is None else body.cache_reuse_recompute
     return NonPrefixReuseParams(at_least, spans, recompute, scope)

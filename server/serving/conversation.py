@@ -115,7 +115,7 @@ def _logprobs(body: ChatRequest) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
+        raise bad_request("top_logprobs requires logprobs: true", "top_logprobs")
     return None
 
 

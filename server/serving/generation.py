@@ -61,7 +61,7 @@ def check_generation(
     """
     state, caller = state_of(request), caller_of(request)
     if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options goes with stream: true", "stream_options")
+        raise bad_request("stream_options requires stream: true", "stream_options")
     structured, forced = parse_structured_output(body), tools.forced
     # `response_format` is about the text, which an output of calls does not have.
     if forced is not None and structured is not None and structured.field != "response_format":
@@ -122,7 +122,7 @@ def _resolve_overflow(body: GenerationRequest, settings: ServerSettings, *, chat
     if asked == "drop_turns":
         if not chat:
             raise bad_request(
-                "context_overflow drop_turns goes with messages: a prompt has no turns", "context_overflow"
+                "context_overflow drop_turns requires messages: a prompt has no turns", "context_overflow"
             )
         if body.truncate_prompt_tokens is not None:
             raise bad_request(
@@ -215,7 +215,7 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
         words = await state.text.encode_word_variants(body.bad_words, param="bad_words", caller=job.caller)
         sampling = replace(sampling, bad_words=words)
     if sampling.repeats is not None and (breakers := sequence_breakers(body)):
-        ids, sequences = await state.text.breaker_tokens(breakers, param="dry_sequence_breakers", caller=job.caller)
+        ids, sequences = await state.text.dry_breaker_tokens(breakers, param="dry_sequence_breakers", caller=job.caller)
         repeats = replace(sampling.repeats, breaker_ids=ids, breaker_sequences=sequences)
         sampling = replace(sampling, repeats=repeats)
     if job.structured is not None:

@@ -50,9 +50,7 @@ def check_scores_pairs(job: PoolingJob, pooling: str | None) -> None:
     classifier = job.info.classifier
     if classifier is None and job.state.rerank_answer_ids:
         if pooling is not None:
-            raise bad_request(
-                "pooling goes with a model that embeds: this one judges pairs by answer tokens", "pooling"
-            )
+            raise bad_request("pooling requires a model that embeds: this one judges pairs by answer tokens", "pooling")
     elif classifier is None:
         embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     elif classifier.per_token:
@@ -65,7 +63,7 @@ def check_scores_pairs(job: PoolingJob, pooling: str | None) -> None:
             "no_score",
         )
     elif pooling is not None:
-        raise bad_request("pooling goes with a model that embeds: this one has a head that scores", "pooling")
+        raise bad_request("pooling requires a model that embeds: this one has a head that scores", "pooling")
 
 
 async def score_pairs(

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from windlass.engine.interface.context import ContextSize
 from windlass.engine.interface.model_info import ModelInfo
-from windlass.engine.interface.request import MAX_REPEAT_WINDOW, RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import MAX_REPEAT_WINDOW, DryParams, SamplingParams
 from windlass.server.config.settings import SamplingDefaults
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.schemas.generation import GenerationRequest
@@ -86,13 +86,13 @@ def build_sampling(
     )
 
 
-def _repeats(body: GenerationRequest) -> RepeatPenalty | None:
+def _repeats(body: GenerationRequest) -> DryParams | None:
     """The penalty on repeats without the tokens of its breakers; None if it is off."""
     given = body.dry_penalty_last_n
     last_n = MAX_REPEAT_WINDOW if given is None or given < 0 else given
     if not body.dry_multiplier or not last_n:
         return None
-    return RepeatPenalty(
+    return DryParams(
         multiplier=body.dry_multiplier,
         base=1.75 if body.dry_base is None else body.dry_base,
         allowed_length=2 if body.dry_allowed_length is None else body.dry_allowed_length,

@@ -1,4 +1,4 @@
-"""Tools of a request: for the chat template, the parser of the output and its grammar."""
+"""Plan of a request's tools: template input, output parser and grammar."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:
     """(functions on offer, the choice among them, the field of the choice)."""
     if body.functions is None:
         if body.function_call is not None:
-            raise bad_request("function_call goes with functions", "function_call", INVALID)
+            raise bad_request("function_call requires functions", "function_call", INVALID)
         return [tool.function for tool in as_tool_definitions(body.tools or ())], body.tool_choice, "tool_choice"
     if body.tools is not None or body.tool_choice is not None:
         raise bad_request("functions is the older name of tools: give one of them", "functions", INVALID)

@@ -1,4 +1,4 @@
-"""Prompts of rerankers, with gaps for query, document and instruction."""
+"""Prompts of rerankers, with placeholders for query, document and instruction."""
 
 from __future__ import annotations
 

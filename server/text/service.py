@@ -296,14 +296,14 @@ class TextService:
         task = partial(TextTasks.encode_word_variants, words=words)
         return await self.run(task, param=param, size=sum(map(len, words)), caller=caller)
 
-    async def breaker_tokens(
+    async def dry_breaker_tokens(
         self, breakers: Sequence[str], *, param: str, caller: str
     ) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
         """(ids of tokens that contain a breaker, sequences of ids that do). Recent lists are cached."""
         key = tuple(breakers)
         found = self._breakers.pop(key, None)
         if found is None:
-            task = partial(TextTasks.breaker_tokens, breakers=key)
+            task = partial(TextTasks.dry_breaker_tokens, breakers=key)
             phase = Phase("text", "searching the vocabulary for sequence breakers", self.tokenizing.limits)
             found = await self.run(task, phase, param=param, size=self._tokenizer.vocab_size, caller=caller)
         self._breakers[key] = found  # at the end: the first one is the least recently used

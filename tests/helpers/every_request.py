@@ -14,7 +14,7 @@ from helpers.tiny_models import make_model
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.interface.request import EngineRequest, RepeatPenalty
+from windlass.engine.interface.request import DryParams, EngineRequest
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 Results = dict[tuple[str, int], Finished]
@@ -47,7 +47,7 @@ def traffic(vocab: int = 128) -> list[EngineRequest]:
         {"logprobs": 3},
         {"repetition_penalty": 1.2, "logprobs": 0},
         {"presence_penalty": 0.4, "frequency_penalty": 0.3},
-        {"repeats": RepeatPenalty(1.0, 1.3, 2), "logprobs": 0},
+        {"repeats": DryParams(1.0, 1.3, 2), "logprobs": 0},
         {"temperature": 0.7, "seed": 5, "xtc_probability": 0.4, "xtc_threshold": 0.05},
         {"logit_bias": {5: 2.0, 9: -3.0}},
         {"allowed_token_ids": tuple(range(20, 40))},

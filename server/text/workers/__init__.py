@@ -1,1 +1,1 @@
-"""Text work in processes that can be killed: the pool, its lanes, the fork server and the worker."""
+"""Text work in processes that can be killed: the pool, its concurrency limits, the fork server and the worker."""

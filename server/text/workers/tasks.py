@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 MAX_TAIL = 19  # tokens of a breaker after its first one
 
 
-def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+def dry_breaker_tokens(
+    tokenizer: Tokenizer, breakers: Sequence[str]
+) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
     """(ids of tokens that contain a breaker, sequences of at least two ids that do).
 
     A sequence is a token that ends with the beginning of a breaker, and the tokens of the rest.
@@ -120,9 +122,9 @@ class TextTasks:
                     results[ids] = None
         return tuple(results)
 
-    def breaker_tokens(self, *, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+    def dry_breaker_tokens(self, *, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
         """See the function of this name."""
-        return breaker_tokens(self._tokenizer, breakers)
+        return dry_breaker_tokens(self._tokenizer, breakers)
 
     def tokenize(
         self,

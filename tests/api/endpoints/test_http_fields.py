@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server, server_fixture
 
-from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import DryParams, SamplingParams
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.config.settings import SamplingDefaults
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.completions import CompletionRequest
-from windlass.server.text.workers.tasks import breaker_tokens
+from windlass.server.text.workers.tasks import dry_breaker_tokens
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -45,12 +45,12 @@ SAMPLING: list[tuple[dict[str, Any], str, Any]] = [
     ({"xtc_threshold": 0.2}, "xtc_threshold", 0.2),
     ({"dry_multiplier": 0, "dry_base": 3}, "repeats", None),
     ({"dry_multiplier": 1, "dry_penalty_last_n": 0}, "repeats", None),
-    ({"dry_multiplier": 1, "dry_sequence_breakers": []}, "repeats", RepeatPenalty(1.0, 1.75, 2, 32768)),
+    ({"dry_multiplier": 1, "dry_sequence_breakers": []}, "repeats", DryParams(1.0, 1.75, 2, 32768)),
     (
         {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 0, "dry_penalty_last_n": 9}
         | {"dry_sequence_breakers": []},
         "repeats",
-        RepeatPenalty(0.8, 2.0, 0, 9),
+        DryParams(0.8, 2.0, 0, 9),
     ),
     ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
     ({"presence_penalty": -1.5}, "presence_penalty", -1.5),
@@ -141,10 +141,10 @@ def test_bad_words_are_tokenized_with_and_without_a_space(live: Live) -> None:
 def test_sequence_breakers_become_tokens(live: Live, given: dict[str, Any], texts: list[str]) -> None:
     for _ in range(2):  # the second time from the cache
         live.complete("a", dry_multiplier=1, **given)
-    ids, sequences = breaker_tokens(live.tokenizer, texts)
+    ids, sequences = dry_breaker_tokens(live.tokenizer, texts)
     assert ids or sequences
     for request in live.engine.requests:
-        assert request.sampling.repeats == RepeatPenalty(1.0, 1.75, 2, 32768, ids, sequences)
+        assert request.sampling.repeats == DryParams(1.0, 1.75, 2, 32768, ids, sequences)
 
 
 def test_bookkeeping_fields_have_no_effect(live: Live) -> None:

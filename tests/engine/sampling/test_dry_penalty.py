@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import DryParams, SamplingParams
 from windlass.engine.sampling.penalties import MAX_DECREASE, DryPenalty
 from windlass.engine.sampling.sample_slot import ExtendedTokens, SampleSlot
 from windlass.engine.sampling.sampler import Sampler
@@ -21,7 +21,7 @@ from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch.torch_backend import TorchBackend
 
 
-def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:
+def by_definition(text: Sequence[int], s: DryParams) -> dict[int, float]:
     """Return the decrease of each token, by comparing the end of the text with every position."""
     breakers = [*((token,) for token in s.breaker_ids), *s.breaker_sequences]
     ends = [e for e in range(1, len(text) + 1) if any(tuple(text[max(0, e - len(b)) : e]) == b for b in breakers)]
@@ -51,7 +51,7 @@ def same(got: dict[int, float], want: dict[int, float]) -> None:
 
 
 penalties = st.builds(
-    RepeatPenalty,
+    DryParams,
     multiplier=st.sampled_from([0.8, 3.0]),
     base=st.sampled_from([1.0, 1.75, 40.0]),
     allowed_length=st.integers(0, 5),
@@ -64,7 +64,7 @@ penalties = st.builds(
 @given(penalties, st.lists(st.integers(0, 4), max_size=90), st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_penalty_equals_its_definition_for_text_in_any_pieces(
-    s: RepeatPenalty, text: list[int], data: st.DataObject
+    s: DryParams, text: list[int], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {len(text)})
     repeats = DryPenalty(s)
@@ -80,7 +80,7 @@ def test_the_penalty_equals_its_definition_for_text_in_any_pieces(
 )
 def test_texts_longer_than_the_window(last_n: int) -> None:
     rng = random.Random(last_n)
-    s = RepeatPenalty(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))
+    s = DryParams(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))
     phrases = [[rng.randrange(9) for _ in range(rng.randrange(1, 40))] for _ in range(5)] + [[9]]
     text = [token for _ in range(200) for token in rng.choice(phrases)]
     repeats, penalised = DryPenalty(s), 0
@@ -95,16 +95,16 @@ def test_texts_longer_than_the_window(last_n: int) -> None:
 def test_the_published_example() -> None:
     """In `a b c c b c y a b c`, c would repeat four tokens, b two and y three."""
     a, b, c, y = 1, 2, 3, 4
-    repeats = DryPenalty(RepeatPenalty(1.0, 2.0, 1, 100))
+    repeats = DryPenalty(DryParams(1.0, 2.0, 1, 100))
     repeats.update([a, b, c, c, b, c, y, a, b, c])
     assert found(repeats) == {c: 4.0, b: 1.0, y: 2.0}
 
 
 def test_a_text_of_one_repeated_token() -> None:
-    repeats = DryPenalty(RepeatPenalty(1.0, 1.001, 2, 32768))
+    repeats = DryPenalty(DryParams(1.0, 1.001, 2, 32768))
     repeats.update([5] * 40_000)
     assert found(repeats)[5] == pytest.approx(1.001 ** (32767 - 2), rel=1e-6)
-    steep = DryPenalty(RepeatPenalty(1.0, 100.0, 2, 32768))
+    steep = DryPenalty(DryParams(1.0, 100.0, 2, 32768))
     steep.update([5] * 3000)
     assert found(steep)[5] == np.float32(MAX_DECREASE)
 
@@ -119,7 +119,7 @@ def test_the_penalty_follows_biases_and_other_penalties(compiled: bool) -> None:
     logits = torch.zeros(1, 20)
     logits[0, 4], logits[0, 7] = 6.0, 4.0
     text = [1, 2, 4, 9, 1, 2]
-    s = RepeatPenalty(1.0, 2.0, 1)  # 4 loses 1.0 * 2 ** 1
+    s = DryParams(1.0, 2.0, 1)  # 4 loses 1.0 * 2 ** 1
 
     def token(**sampling: Any) -> int:
         slot = one(0, text, temperature=0.0, repeats=s, **sampling)
@@ -135,7 +135,7 @@ def test_the_penalty_follows_biases_and_other_penalties(compiled: bool) -> None:
 
 
 def test_proposed_tokens_count_as_tokens_of_the_text() -> None:
-    s = RepeatPenalty(0.7, 1.5, 1)
+    s = DryParams(0.7, 1.5, 1)
     text, draft = [1, 2, 3, 1, 2, 4, 1], (2, 3, 1)
     repeats = DryPenalty(s)
     for count in range(len(draft) + 1):

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.interface.request import EngineRequest, RepeatPenalty
+from windlass.engine.interface.request import DryParams, EngineRequest
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 WORDS = LLMatcher.grammar_from_regex("(red|green|blue)( and (red|green|blue)){12}")
-DRY: dict[str, Any] = {"repeats": RepeatPenalty(multiplier=2.0, base=1.75, allowed_length=1)}
+DRY: dict[str, Any] = {"repeats": DryParams(multiplier=2.0, base=1.75, allowed_length=1)}
 XTC: dict[str, Any] = {"temperature": 1.0, "xtc_probability": 0.6, "xtc_threshold": 0.05}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

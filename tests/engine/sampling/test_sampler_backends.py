@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import DryParams, SamplingParams
 from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.sampling.sampler import Sampler
 from windlass.kernels import cpu, select_backend
@@ -42,7 +42,7 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
         {"min_tokens": 6, "top_k": 5},
         {"temperature": 1.7},
         {"temperature": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05, "top_p": 0.95},
-        {"temperature": 2.0, "repeats": RepeatPenalty(4.0, 1.75, 0, 20), "repetition_penalty": 1.2},
+        {"temperature": 2.0, "repeats": DryParams(4.0, 1.75, 0, 20), "repetition_penalty": 1.2},
     ]
     vocab, stops = 417, tuple(range(0, 400, 2))
     compiled, plain_torch = select_backend("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))

@@ -54,7 +54,7 @@ def test_the_cache_of_breaker_lists_is_bounded(service: TextService, monkeypatch
         async def all_of_them() -> int:
             before = len(asked)
             for breakers in lists:
-                await service.breaker_tokens(breakers, param="", caller="")
+                await service.dry_breaker_tokens(breakers, param="", caller="")
             return len(asked) - before
 
         return asyncio.run(all_of_them())
