@@ -10,6 +10,7 @@ import os
 import shutil
 import ssl
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # marks are set before pytest selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
+        limit = item.get_closest_marker("quick_cases")
+        if limit is not None and not item.get_closest_marker("slow"):
+            function = item.path, item.originalname if isinstance(item, pytest.Function) else item.name
+            cases[function] += 1
+            if cases[function] > limit.args[0]:
+                item.add_marker("slow")
         tier = item.path.relative_to(_TESTS).parts[0]
         excluded = item.get_closest_marker("slow") or item.get_closest_marker("soak")
         if tier in _QUICK and not excluded and not item.path.is_relative_to(_NOT_QUICK):

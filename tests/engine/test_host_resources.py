@@ -189,6 +189,7 @@ def test_spinning_is_bounded_unless_configured() -> None:
     assert host_resources.thread_wait_environment({"GOMP_SPINCOUNT": "7"}) == {}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("given", "expected", "core_name"),
     [({}, str(host_resources.SPIN_COUNT), None), ({"GOMP_SPINCOUNT": "7"}, "7", "helpers.scripted_core:ScriptedCore")],
@@ -252,6 +253,7 @@ print(seen, gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 
 
+@pytest.mark.slow
 def test_garbage_collection_is_paused_during_imports() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", STARTS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True", "True"]

@@ -79,6 +79,7 @@ def test_abilities_of_a_device_follow_from_its_entry(monkeypatch: pytest.MonkeyP
         assert refusal is None if expected[2] is None else refusal is not None and expected[2] in refusal
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_have_the_requested_form(name: str) -> None:
     backend, form = select_backend("cpu"), FORMS[name]
@@ -97,6 +98,7 @@ def test_torch_refuses_panel_weights() -> None:
         backend.pack(weight.narrow(0, 16), torch.ones(16, 4))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_backends_embed_the_same_rows(dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:

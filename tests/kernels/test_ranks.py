@@ -92,6 +92,7 @@ def test_sums_are_rounded_once_and_equal_on_every_rank(
             torch.testing.assert_close(parts[0], exact.to(dtype))
 
 
+@pytest.mark.slow
 def test_groups_may_be_deleted_after_their_files_are_closed() -> None:
     """Even if another file has the number of the descriptor by then."""
     ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)

@@ -83,6 +83,7 @@ def test_convolution_against_formula(change: Change, dtype: torch.dtype, channel
         assert torch.equal(own.window, state.float())  # also windows of no sequence
 
 
+@pytest.mark.quick_cases(34)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(HEADS, [(1, 1, 4, 8), (1, 3, 12, 5), (2, 4, 12, 20), (2, 4, 17, 33), (1, 2, 64, 80)])
 def test_delta_rule_against_formula(

@@ -57,6 +57,7 @@ def document(live: Live) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     for schema in document["components"]["schemas"].values():
@@ -135,6 +136,7 @@ def test_security_is_described_only_with_keys(document: dict[str, Any]) -> None:
         assert locked.http.get("/v1/models", headers={"x-api-key": "k"}).status_code == 200
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(("path", "name"), EXAMPLES)
 def test_every_example_runs(live: Live, document: dict[str, Any], path: str, name: str) -> None:
     media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]

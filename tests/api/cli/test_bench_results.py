@@ -73,6 +73,7 @@ def test_a_comparison_as_text(files, capsys):
     assert "worse" not in out and "better" not in out and "a3.json -- b1.json" in out.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_several_runs_of_each_side_get_a_verdict(files, capsys):
     for seed in (1, 2, 3):
         write_json(simulated_run(count=100, rate=2, seed=seed), files / f"a{seed}.json")
@@ -166,6 +167,7 @@ def test_imports_load_neither_numpy_nor_jinja(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_server_have_no_verdict(tmp_path, capsys):
     """A scripted server that is faster in its second run, as on another day."""
     with scripted_llm(*[stream(0.003, 0.003)] * 40, stream(0.002, 0.002)) as llm:

@@ -200,6 +200,7 @@ def piped(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_without_a_terminal(server):
     result = piped(f"{PARAMS}\n\nWhat does horse mean?\n", "--url", server.url)
     assert result.returncode == 0
@@ -209,6 +210,7 @@ def test_without_a_terminal(server):
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_end_of_the_input_ends_an_open_block(server):
     result = piped(f'{PARAMS}\n"""What does\nhorse mean?\n', "--url", server.url)
     assert result.returncode == 0, result.stderr
@@ -216,6 +218,7 @@ def test_the_end_of_the_input_ends_an_open_block(server):
     assert piped('"""\n', "--url", server.url).stdout == ""
 
 
+@pytest.mark.slow
 def test_recommended_sampling_is_the_default():
     sampling = SamplingDefaults(temperature=0.2, top_p=0.9)
     with live_server(sampling=sampling, recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
@@ -230,6 +233,7 @@ def test_recommended_sampling_is_the_default():
             terminal.ask("/params temperature=0", r"next requests: temperature=0\n")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_is_refused_first():
     with live_server(template=None) as live:
         result = piped("hello\n", "--url", live.url)
@@ -238,6 +242,7 @@ def test_a_model_without_a_template_is_refused_first():
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_unreachable_server():
     result = piped("hello\n", "--url", "http://127.0.0.1:9")
     assert result.returncode == 2
@@ -254,6 +259,7 @@ def test_an_api_key():
         assert given.returncode == 0 and given.stdout
 
 
+@pytest.mark.slow
 def test_an_invalid_model_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     result = piped("hello\n", str(tmp_path))
@@ -303,6 +309,7 @@ def test_a_managed_server_and_a_full_context():
         wait_gone(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

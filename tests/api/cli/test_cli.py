@@ -304,6 +304,7 @@ def test_infinite_times() -> None:
     assert (settings.grace_seconds, settings.default_timeout) == (1e9, None)  # the range of clocks
 
 
+@pytest.mark.quick_cases(22)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -452,6 +453,7 @@ def test_errors_of_variables_are_one_line(variable, value, expected, monkeypatch
     assert expected in error_of(capsys, "serve", "/no/such/model")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])
 def test_errors_of_removed_options_contain_their_replacement(command, capsys):
     for name, hint in REMOVED.items():
@@ -656,6 +658,7 @@ def test_generate_streams_the_decoded_tokens(scripted, capsys, model):
     assert capsys.readouterr().out == captured.out.split(stop)[0]
 
 
+@pytest.mark.slow
 def test_generate_uses_the_sampling_parameters_of_the_model(scripted, capsys, model, monkeypatch):
     drawn, generate = [], engines.ProcessClient.generate
 
@@ -750,6 +753,7 @@ def unused_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("module", ["cli.main", "startup.launch", "cli.generate", "application"])
 def test_the_api_process_never_imports_torch(module):
     code = f"import sys, windlass.server.{module}; sys.exit('torch' in sys.modules)"

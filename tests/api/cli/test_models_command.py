@@ -41,6 +41,7 @@ def listed(capsys) -> dict[str, dict]:
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
 
 
+@pytest.mark.slow
 def test_pull_and_models(toy, capsys):
     before = listed(capsys)
     assert set(before) == {"smollm2", "demo", "toy"}

@@ -78,6 +78,7 @@ def test_errors_of_models_that_do_not_fit(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+@pytest.mark.slow
 def test_config_json_is_sufficient_and_torch_is_not_imported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

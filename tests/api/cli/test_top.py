@@ -148,6 +148,7 @@ def test_once_is_text_or_one_json_object(server: RealServer) -> None:
     assert shown["state"] == "ready" and shown["running"] == 0 and shown["loop_lag"].keys() == {"p50", "p90", "p99"}
 
 
+@pytest.mark.slow
 def test_json_ends_with_its_reader(server: RealServer) -> None:
     process = subprocess.Popen(
         [sys.executable, *MAIN, server.url, "--json", "--interval", "0.1"],
@@ -163,6 +164,7 @@ def test_json_ends_with_its_reader(server: RealServer) -> None:
     process.stderr.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["q", "\x1b", CTRL_C])
 def test_a_terminal_shows_live_statistics_until_a_key(server: RealServer, key: str) -> None:
     complete(server, rope_scaling="long")

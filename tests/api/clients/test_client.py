@@ -334,6 +334,7 @@ async def test_retries_are_bounded(serve):
     assert len(server.requests) == 1 + QUICK.max_retries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["seconds", "date"])
 async def test_retry_after_is_honoured(serve, form):
     value = "1" if form == "seconds" else email.utils.formatdate(time.time() + 2, usegmt=True)

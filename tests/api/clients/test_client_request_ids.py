@@ -159,6 +159,7 @@ async def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Any]:
     yield find
 
 
+@pytest.mark.quick_cases(1)
 async def test_id_of_a_timeout_is_in_the_server_log(kind: str, lines: Any) -> None:
     with live_server(ScriptedEngine(first_delay=20.0)) as live:
         error = await failure(kind, live.url, read=1.0)
@@ -175,6 +176,7 @@ async def test_id_of_a_closed_stream_is_in_the_server_log(kind: str, lines: Any)
             assert "the client left" in await lines(stream.request_id)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_ids_of_server_errors_are_in_the_server_log(kind: str, lines: Any, stream: bool) -> None:
     failures = [

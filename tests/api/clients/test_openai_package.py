@@ -224,6 +224,7 @@ async def test_error_in_a_running_stream(live: Live, kind: str, endpoint: str) -
     assert len(text_of(chunks)) == 2
 
 
+@pytest.mark.quick_cases(1)
 async def test_timeouts_and_connections(live: Live, kind: str) -> None:
     live.engine.first_delay = 20.0
     with pytest.raises(openai.APITimeoutError):

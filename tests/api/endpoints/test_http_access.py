@@ -331,6 +331,7 @@ def test_tokenize_a_chat(live: Live) -> None:
     assert live.refuse("/tokenize", {"content": "a"})["message"].endswith("it is called prompt here")
 
 
+@pytest.mark.slow
 def test_the_server_does_not_import_torch() -> None:
     import subprocess
     import sys

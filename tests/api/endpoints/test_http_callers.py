@@ -75,6 +75,7 @@ def test_a_stream_is_refused_before_it_begins(live: Live) -> None:
     assert refused.status_code == 429 and refused.headers["content-type"] == "application/json"
 
 
+@pytest.mark.slow
 def test_concurrency_is_exact_and_ends_with_the_request(live: Live) -> None:
     live.engine.delay = 0.02
     statuses: list[int] = []

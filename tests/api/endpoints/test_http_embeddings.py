@@ -150,6 +150,7 @@ def test_vectors_are_rendered_in_batches_and_counted_once(live: Live, monkeypatc
     assert [(item["index"], item["embedding"]) for item in answer["data"]] == [(n, [n]) for n in range(200)]
 
 
+@pytest.mark.slow
 def test_model_files_set_the_defaults() -> None:
     declared = PoolingDefaults("mean", False, declared=True)
     with live_server(ScriptedEngine(info=model_info(pooling=declared))) as live:

@@ -296,6 +296,7 @@ def test_every_answer_and_chunk_has_the_fingerprint(operated: Live) -> None:
     assert len(seen) == 1 and seen.pop().startswith("fp_")
 
 
+@pytest.mark.slow
 def test_fingerprint_depends_on_the_defaults_and_not_on_names(operated: Live) -> None:
     def fingerprint(**settings: Any) -> str:
         with live_server(**settings) as other:

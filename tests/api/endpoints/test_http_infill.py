@@ -222,6 +222,7 @@ DIALECTS = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("names", DIALECTS)
 def test_gap_uses_the_fill_in_tokens_of_the_model(names: tuple[str, str, str], special: bool) -> None:

@@ -288,6 +288,7 @@ def test_budget_is_a_hint_without_thinking_parser() -> None:
             assert error["param"] == "thinking.budget_tokens"
 
 
+@pytest.mark.slow
 def test_an_effort_is_a_hint(live: Live) -> None:
     """Anthropic's clients send an effort to every model."""
     for effort in ("low", "max"):

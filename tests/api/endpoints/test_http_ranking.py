@@ -223,6 +223,7 @@ def test_instruction_for_a_prompt_without_one_is_refused(live: Live, judge: Live
         assert (error["param"], error["code"]) == ("instruction", "unsupported_value")
 
 
+@pytest.mark.slow
 def test_head_joins_pairs_if_the_chat_template_cannot() -> None:
     """If a pair needs a prompt, the text processes refuse to load."""
     with live_server(scorer("fits", activation="sigmoid"), ranking=RankSettings()) as live:
@@ -231,7 +232,7 @@ def test_head_joins_pairs_if_the_chat_template_cannot() -> None:
         assert live.engine.requests[0].prompt_token_ids == ids[0] + ids[1]
     needed = RankSettings(needs_template=True, tokens=("yes",))
     with live_server(ranking=needed, backend=tokenizer(), template="{{ messages[0].content }}") as live:
-        with pytest.raises(LoadError, match=r"--rerank-template.*role document"):
+        with pytest.raises(LoadError, match=r"`rerank_template`.*role document"):
             live.state.text.wait_loaded()
         error = live.refuse("/v1/rerank", {"query": "a", "documents": ["b"]}, 503)
         assert "--rerank-template" in error["message"]

@@ -103,6 +103,7 @@ def begun_and_cut(live: Live, path: str, body: dict[str, Any]) -> list[Any]:
     return parse_events(answer.text)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ignored", [False, True], ids=["by the engine", "by the server"])
 def test_deadlines(live: Live, ignored: bool) -> None:
     live.engine.delay = 0.05
@@ -126,6 +127,7 @@ def test_operator_deadline_is_the_default() -> None:
         live.complete(max_tokens=3, timeout=5)
 
 
+@pytest.mark.slow
 def test_keep_alives_during_silence() -> None:
     with live_server(stream_comment_seconds=0.1) as live:
         events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2}, live.let_go(": keep-alive", 2))

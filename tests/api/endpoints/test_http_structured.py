@@ -85,6 +85,7 @@ SPELLINGS: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [  # one p
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("fields", "texts"), [*SPELLINGS[:7], *(pytest.param(*row, marks=pytest.mark.slow) for row in SPELLINGS[7:])]
 )
@@ -156,6 +157,7 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hostile_grammars_time_out_and_delay_no_stream(live: Live) -> None:
     in_time(lambda: longest_gap_beside_hostile_grammars(live), 2)
 

@@ -153,6 +153,7 @@ def test_a_call_cut_short_ends_with_length(live: Live) -> None:
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_stop_string_in_a_call_ends_it(live: Live) -> None:
     live.generate(CALL)
     for stop, arguments in (("Ro", '{"city": "'), ("city", '{"')):
@@ -210,6 +211,7 @@ def test_a_round_trip(live: Live) -> None:
     assert live.prompt.endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("arguments", ['{"a":', "Rome", "[1]", "[" * 10_000, '{"a": NaN}', '{"a": 1e301}'])
 def test_arguments_other_than_objects_are_shown_as_text(live: Live, arguments: str) -> None:
     """Any output of a model must be accepted, or the conversation could not continue."""

@@ -104,6 +104,7 @@ def test_an_unused_body_in_ordinary_chunks_is_read_completely(connect):
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("padding", "size"),
     [(0, 1), (MANY_CHUNKS * 5, 6), (MANY_CHUNKS * TINY_CHUNK * 2, TINY_CHUNK + 1), (2_000_000, 16_384)],

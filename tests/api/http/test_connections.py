@@ -75,6 +75,7 @@ def test_silent_connections_are_closed_and_partial_heads_get_408(connect):
             assert (status, error["code"], error["type"]) == (408, "header_timeout", "invalid_request_error")
 
 
+@pytest.mark.slow
 def test_later_requests_have_the_same_header_timeout(connect):
     with live_server(connections=settings(header_seconds=0.3, idle_seconds=30.0)) as live:
         connection = connect(live.url)
@@ -94,6 +95,7 @@ def test_an_idle_connection_is_closed(connect):
         assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_an_unused_body_does_not_keep_a_connection_open(connect):
     with live_server(connections=settings(idle_seconds=0.4)) as live:
         connection = connect(live.url)
@@ -129,6 +131,7 @@ def test_running_requests_are_not_subject_to_connection_timeouts():
         assert events[-1] == "[DONE]" and len(events) > 2
 
 
+@pytest.mark.slow
 def test_a_slow_but_steady_upload_succeeds(connect):
     bounds = settings(header_seconds=0.7, idle_seconds=0.2, write_seconds=0.2)
     with live_server(connections=bounds, body_stall_seconds=5.0) as live:
@@ -188,6 +191,7 @@ def test_idle_connections_are_evicted_before_any_is_refused(connect):
         assert all(map(is_open, idle[1:]))
 
 
+@pytest.mark.slow
 def test_a_connection_with_unsent_data_is_not_evicted(connect):
     """The response is written but not completely read; until then its connection is not evicted."""
     with live_server(connections=settings(max_connections=2)) as live:
@@ -236,6 +240,7 @@ def test_a_new_connection_gets_503_if_all_are_busy(connect):
 
 
 # ---- clients that do not read ------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole answer"])
 def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(connect, stream):
     with live_server(connections=settings(write_seconds=0.5)) as live:
@@ -339,6 +344,7 @@ def test_timeouts_start_at_the_latest_event():
 
 
 # ---- handover to another server ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_retired_server_announces_that_connections_close() -> None:
     async def main() -> None:
         half, retired = asyncio.Event(), asyncio.Event()

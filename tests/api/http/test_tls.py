@@ -86,6 +86,7 @@ def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
         assert len(protocol._ssl_buffer) == READ_BYTES
 
 
+@pytest.mark.slow
 def test_connections_without_a_handshake_are_counted_and_closed(live: Live, files: Files) -> None:
     wait_for(lambda: len(live.registry) == 0)
     port = httpx.URL(live.url).port
@@ -120,6 +121,7 @@ def client_hello(files: Files) -> bytes:
     return outgoing.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello and no more"])
 def test_a_stalled_handshake_is_counted_and_times_out(files: Files, share: float) -> None:
     """Also one that sends a byte now and then: the timeout is that of the first request's head, from the start."""

@@ -158,6 +158,7 @@ def run(*traits: str, only: tuple[str, ...] = ()) -> dict[str, CheckResult]:
     return {result.name: result for result in suite.run([one for one in CHECKS if not only or one[0] in only])}
 
 
+@pytest.mark.slow
 def test_correct_server_passes_all_checks() -> None:
     results = run(only=tuple(one[0] for one in CHECKS[:-1]))
     verdicts = {name: result.verdict for name, result in results.items()}
@@ -165,6 +166,7 @@ def test_correct_server_passes_all_checks() -> None:
     assert exit_status(list(results.values())) == 0
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("defect", "check"),
     [
@@ -197,6 +199,7 @@ def test_texts_have_the_requested_length() -> None:
     assert all(abs(length - 700) < 20 for length in lengths), lengths
 
 
+@pytest.mark.slow
 def test_coarse_angles_are_found_at_far_positions() -> None:
     """Independent of the random texts."""
     for seed in range(12):
@@ -242,6 +245,7 @@ def test_too_short_context_is_reported() -> None:
     assert exit_status(list(results.values())) == 2
 
 
+@pytest.mark.slow
 def test_unobserved_cases_are_inconclusive() -> None:
     queued = run("queued", only=("neighbour", "together", "prefix"))
     assert [one.verdict for one in queued.values()] == ["not shown", "not shown", "holds"]
@@ -264,6 +268,7 @@ def test_keys_cached_by_an_earlier_run_are_inconclusive() -> None:
     assert verdicts == ["holds", "not shown", "holds"]
 
 
+@pytest.mark.slow
 def test_texts_are_compared_without_log_probabilities() -> None:
     right = run("texts")
     assert {name: one.verdict for name, one in right.items()} == dict.fromkeys(right, "holds") | {"far": "not askable"}
@@ -282,6 +287,7 @@ def test_few_different_tokens_are_inconclusive() -> None:
     assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "not shown", "differs"]
 
 
+@pytest.mark.slow
 def test_time_limit_of_a_run() -> None:
     suite = ConformanceSuite(client_of(Faulty().answer, time_limit=1.0), TRAINED, 1024, 1e-6)
 

@@ -110,6 +110,7 @@ LOADS: dict[str, Callable[[RunResult, list[dict]], bool] | None] = {
 }
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("options", LOADS)
 def test_load_options(options, tmp_path):
     trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
@@ -142,6 +143,7 @@ def test_csv_and_saved_texts(tmp_path):
     assert result.settings["concurrency"] == 1 and result.settings["num_prompts"] == 2
 
 
+@pytest.mark.slow
 def test_sweep_options(tmp_path, capsys):
     with scripted_llm(full_stream) as llm:
         arguments = ["--sweep", "--slo", "e2el:60000", "--request-rate", 20, "--sweep-runs", 2, "--sweep-seconds", 0.5]
@@ -161,6 +163,7 @@ def test_sweep_options(tmp_path, capsys):
     assert len(data["runs"][0]["requests"]) == 10  # more than --num-prompts, which is the minimum
 
 
+@pytest.mark.slow
 def test_page_is_written_by_the_report_module(tmp_path, monkeypatch):
     written = []
     report = types.ModuleType("report")
@@ -233,6 +236,7 @@ def test_trace_with_an_invalid_line(tmp_path, capsys):
     assert error == f"{trace}, line 2: has no max_tokens"
 
 
+@pytest.mark.quick_cases(19)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -323,6 +327,7 @@ def interrupt(llm: ScriptedLLM, number: signal.Signals, ready: Callable[[], bool
     return out
 
 
+@pytest.mark.slow
 def test_signal_during_warm_up(tmp_path):
     """The result has no requests and is marked as interrupted."""
 
@@ -337,6 +342,7 @@ def test_signal_during_warm_up(tmp_path):
     assert (data["completed"], data["failed"], data["interrupted"], data["requests"]) == (0, 0, True, [])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("number", "sweep"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
     async def completes_three(generation: Generation) -> None:
@@ -387,6 +393,7 @@ def test_load_tester_imports_neither_torch_nor_the_server():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.slow
 def test_waits_for_a_loading_server():
     calls = []
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import pytest
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
 
@@ -41,6 +42,7 @@ def test_unloading_waits_for_streams_up_to_its_timeout(tmp_path: Path) -> None:
         assert post(live, "load_lora_adapter", lora_name="late", lora_path="new").json()["status"] == "loaded"
 
 
+@pytest.mark.slow
 def test_an_adapter_that_a_restarted_engine_lacks_is_not_listed(tmp_path: Path) -> None:
     """Its files were missing when the engine restarted."""
     engine = ScriptedEngine(delay=0.02)
@@ -67,6 +69,7 @@ def test_an_adapter_that_a_restarted_engine_lacks_is_not_listed(tmp_path: Path) 
         assert listed() == ["clerk", "poet"]
 
 
+@pytest.mark.slow
 def test_unloading_responds_when_the_last_stream_has_ended(tmp_path: Path) -> None:
     engine = ScriptedEngine(delay=0.01)
     settings = {"adapters": (AdapterSource(1, "poet", str(tmp_path)),), "lora_folder": tmp_path}

@@ -24,6 +24,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("error", "status", "code"), FAULTS, ids=[code for _, _, code in FAULTS])
 def test_server_errors_are_exported_from_zero(error: Exception, status: int, code: str) -> None:
     """Prometheus sees no increase in a series whose first value is already 1."""

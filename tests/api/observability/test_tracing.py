@@ -89,6 +89,7 @@ def receiving() -> Iterator[Receiver]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_stream_has_spans_under_the_client_s_span() -> None:
     engine = ScriptedEngine(first_delay=0.2, delay=0.05, reply=[65, 66])
     alice = ApiKey(digest=ApiKey.plain(KEY).digest, name="alice")
@@ -121,6 +122,7 @@ def test_a_stream_has_spans_under_the_client_s_span() -> None:
         assert secret.encode() not in receiver.raw
 
 
+@pytest.mark.slow
 def test_failures_and_several_prompts() -> None:
     dead = ScriptedEngine(fail_after=(2, EngineDeadError("gone")))
     with receiving() as receiver, live_server(dead, otel_endpoint=receiver.url + "/v1/traces") as live:
@@ -138,6 +140,7 @@ def test_failures_and_several_prompts() -> None:
     assert {each["windlass.prompt"] for each in receiver.named("prefill")} == {0, 1}
 
 
+@pytest.mark.slow
 def test_requests_succeed_without_the_collector() -> None:
     with live_server(ScriptedEngine(), otel_endpoint="http://127.0.0.1:9") as live:
         assert live.complete(max_tokens=2)["usage"]["completion_tokens"] == 2

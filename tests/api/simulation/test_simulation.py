@@ -97,6 +97,7 @@ def test_ten_thousand_seeds_have_no_violations() -> None:
     run_seeds(seeds)
 
 
+@pytest.mark.slow
 def test_runs_of_a_seed_are_equal() -> None:
     for seed in (3, 7, 11, 20):
         first, second = simulate(seed), simulate(seed)
@@ -288,6 +289,7 @@ def seeds_for(defect: str, count: int) -> list[int]:
     return [*range(first, count), *range(first)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("defect", REPLICA_DEFECTS)
 def test_planted_defects_of_two_engines_are_detected(defect: str) -> None:
     for seed in seeds_for(defect, 3 * ENOUGH):
@@ -297,6 +299,7 @@ def test_planted_defects_of_two_engines_are_detected(defect: str) -> None:
     raise AssertionError(f"{defect}: none of {3 * ENOUGH} seeds detects it")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_detected(defect: str) -> None:
     for seed in seeds_for(defect, ENOUGH):

@@ -85,6 +85,7 @@ def test_activity_lines_do_not_consume_request_times():
     assert "windlass_request_queue_time_seconds_count 4.0" in asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interval", "printed"), [("0.2", True), ("0", False)])
 def test_a_busy_server_prints_its_throughput(interval, printed, tmp_path):
     (tmp_path / "config.json").write_text("{}")

@@ -30,6 +30,7 @@ def looking_up(tmp_path: Path, *arguments: str) -> Iterator[Served]:
                 yield served
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_that_downloads_its_model(tmp_path: Path) -> None:
     with looking_up(tmp_path) as served:
         engine = served.engine_pid
@@ -39,6 +40,7 @@ def test_sigterm_ends_a_server_that_downloads_its_model(tmp_path: Path) -> None:
         assert not served.errors
 
 
+@pytest.mark.slow
 def test_sighup_does_not_end_a_server_with_named_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n')
@@ -48,6 +50,7 @@ def test_sighup_does_not_end_a_server_with_named_keys(tmp_path: Path) -> None:
         assert served.wait() == 0
 
 
+@pytest.mark.slow
 def test_an_early_sighup_reloads_keys_once_the_server_runs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     byte_level().save(str(tmp_path / "tokenizer.json"))

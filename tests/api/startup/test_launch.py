@@ -153,6 +153,7 @@ def test_a_second_signal_exits_at_once(model):
     in_time(seconds_to_end, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_loading_exits_cleanly(model, number):
     with Served(model, SCRIPT_LOAD_SECONDS="100") as served:
@@ -185,6 +186,7 @@ def test_a_profile_that_the_engine_refuses_is_one_line_and_exit_code_2(model):
         assert "Traceback" not in served.errors and "serves" not in served.errors
 
 
+@pytest.mark.slow
 def test_profiles_and_policies_reach_the_server(model):
     profiles = '{"long": {"rope_type": "yarn", "factor": 4}, "grow": {"rope_type": "dynamic", "factor": 2}}'
     options = ["--rope-policy", "profiles,exact", "--rope-scaling", "grow", "--rope-update", "rotate"]
@@ -205,6 +207,7 @@ def test_profiles_and_policies_reach_the_server(model):
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
 
 
+@pytest.mark.slow
 def test_sampling_and_template_variables_of_the_operator_reach_the_server(model):
     options = ["--override-generation-config", '{"top_k": 9}', "--default-chat-template-kwargs", '{"a": false}']
     with Served(model, *options, WINDLASS_GENERATION_CONFIG="none") as served:
@@ -253,6 +256,7 @@ def test_a_missing_tokenizer_is_one_line_and_exit_code_2(tmp_path):
         assert "Traceback" not in served.errors
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line_and_exit_code_2(model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -266,6 +270,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(model):
     assert done.stderr.endswith("(Cannot assign requested address): --host has to be an address of this machine\n")
 
 
+@pytest.mark.slow
 def test_the_server_outlives_its_engine(model):
     with Served(model) as served:
         url = served.wait_ready()
@@ -310,6 +315,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(model):
         assert int(said[1]) <= len(killed) <= 2 * int(said[1])  # each time with its standby process
 
 
+@pytest.mark.slow
 def test_the_engine_ends_with_a_killed_server(model):
     with Served(model) as served:
         served.wait_ready()
@@ -319,6 +325,7 @@ def test_the_engine_ends_with_a_killed_server(model):
         until(lambda: not alive(engine), 6.0)
 
 
+@pytest.mark.slow
 def test_named_keys_are_read_again_on_sighup(model, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "first"\n[root]\nkey = "admin"\nadmin = true\n')

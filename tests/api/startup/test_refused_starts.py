@@ -151,6 +151,7 @@ DIRECTORIES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("case", DIRECTORIES)
 def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
     change, says = DIRECTORIES[case]
@@ -165,6 +166,7 @@ def test_a_file_in_place_of_a_directory(name: str, tmp_path: Path) -> None:
     assert ("is not a GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("file", "says"), [("q.gguf", "is not a GGUF file"), ("pytorch_model.bin", "name-safetensors")]
 )
@@ -215,6 +217,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("kv-persist-size: 1MiB")
@@ -300,6 +303,7 @@ def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
     assert said.startswith("the weights need ") and f"GiB are free{where}: use a smaller model" in said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", [("generate", "hi", "--model"), ("bench", "engine")])
 def test_other_commands_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
     configure(model, quantization_config={"quant_method": "hqq"})
@@ -308,6 +312,7 @@ def test_other_commands_refuse_the_same(command: tuple[str, ...], model: Path) -
     assert refusal(DEMO, "--rope-profile", f"x={LISTS}", command=command).startswith("--rope-profile x.short_factor")
 
 
+@pytest.mark.slow
 def test_nan_weights_end_the_start(model: Path) -> None:
     """Only reading them reveals it: the listener is open by then, and the server still ends."""
     path = model / "model.safetensors"

@@ -57,6 +57,7 @@ def test_unusable_paths(tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_server_on_a_unix_socket(tmp_path):
     model = tmp_path / "toy"

@@ -85,6 +85,7 @@ def test_block_copies_include_the_scales() -> None:
             assert not torch.equal(tensor[2], tensor[1])
 
 
+@pytest.mark.slow
 def test_held_out_text_has_the_perplexity_of_float32_keys() -> None:
     model = load_model(engine_config(DEMO, device="cpu"))
     excerpt = json.loads((DEMO / "heldout_excerpt.json").read_text())
@@ -105,6 +106,7 @@ def test_held_out_text_has_the_perplexity_of_float32_keys() -> None:
     assert float(torch.cat(agree).double().mean()) > 0.97
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_int8_results_do_not_depend_on_batch_chunks_or_cache(deterministic: bool) -> None:
     """The demo model's answers alone, in a batch, in chunks, preempted and from the prefix cache."""

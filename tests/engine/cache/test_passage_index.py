@@ -148,6 +148,7 @@ def _hash_by_sums(self, block_size: int) -> None:
     self._first_powers = [1] * block_size
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(caches, st.integers(0, 9), st.booleans(), st.data())
 def test_search_equals_a_comparison_token_by_token(

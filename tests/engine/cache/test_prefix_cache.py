@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +87,7 @@ def test_first_visible_block_is_that_of_the_first_visible_key(p: int, window: in
     assert first_visible_block(p, window, block_size) == visible[0] // block_size
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @example(3, [({0, 2}, 2), ({0, 1}, 2)], 1)  # the second group shortens what the first allowed
 @given(

@@ -54,6 +54,7 @@ async def test_process_returns_the_tokens_of_its_core(monkeypatch):
     assert [len(result) for result in made] == [12, 12, 12]
 
 
+@pytest.mark.slow
 async def test_directory_without_a_model_is_a_load_error(tmp_path):
     client = ProcessClient(engine_config(tmp_path))
     with pytest.raises(LoadError, match=r"config\.json"):

@@ -153,6 +153,7 @@ def test_report_of_a_failed_step_has_its_stack_and_plan(failing: tuple[Path, Rea
     assert sequence["request_id"].startswith("asked-")
 
 
+@pytest.mark.slow
 def test_report_of_a_stuck_engine_has_its_stack(failing: tuple[Path, RealServer]) -> None:
     folder, server = failing
     assert ask(server, [9] * STUCK).status_code == 503

@@ -70,6 +70,7 @@ def test_restarted_replica_has_no_prefixes() -> None:
     assert router.choose(known, {"a": 1, "b": 0}) == "b" and router.num_tracked_blocks == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 4)), max_size=60), st.integers(1, 20))
 def test_stored_prefixes_are_limited_and_contiguous(prompts: list[tuple[int, int, int]], most: int) -> None:
     """A block is stored only with those before it, which bisection requires."""

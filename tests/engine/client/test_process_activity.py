@@ -26,6 +26,7 @@ def looks(pulse: ProcessActivity, times: int = 5) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "asleep"), [("import time; time.sleep(60)", True), ("while True: pass", False)])
 def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", f"print(1, flush=True)\n{code}"], stdout=subprocess.PIPE) as process:
@@ -47,6 +48,7 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_process_with_a_busy_child_is_active(tmp_path: Path) -> None:
     """A process that waits for a compiler. Once the child sleeps, too, the process is inactive."""
     rest = tmp_path / "rest"

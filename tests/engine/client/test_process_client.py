@@ -310,6 +310,7 @@ async def test_failing_crash_report_does_not_prevent_the_restart(monkeypatch, tm
     assert "no crash report in" in caplog.text and "can't start new thread" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_hung_step_is_killed(caplog):
     async with running() as client:  # with a limit of two minutes per step
@@ -327,6 +328,7 @@ async def test_hung_step_is_killed(caplog):
             raise AssertionError(f"{seconds:g} s, the last time")
 
 
+@pytest.mark.slow
 async def test_silent_first_step_is_killed(monkeypatch, caplog):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "100")
     async with running(hang_seconds=0.4) as client:
@@ -336,6 +338,7 @@ async def test_silent_first_step_is_killed(monkeypatch, caplog):
         assert "no step of the engine finished for 0.4 seconds" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_endless_step_is_killed_by_its_expected_duration(monkeypatch):
     monkeypatch.setattr(supervision, "BUSY_SECONDS", 0.5)
@@ -349,6 +352,7 @@ async def test_endless_step_is_killed_by_its_expected_duration(monkeypatch):
         assert await tokens(client, request("ok", max_tokens=1)) == [100]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_stopped_engine_is_detected(spares):
     async with running() as client:  # with a limit of two minutes per step
@@ -535,6 +539,7 @@ async def test_terminal_signals_do_not_end_the_engine():
         assert client.restarts == 0
 
 
+@pytest.mark.slow
 async def test_samples_of_statistics_are_returned_once(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.01")
     async with running() as client:
@@ -557,6 +562,7 @@ async def test_samples_of_statistics_are_returned_once(monkeypatch):
         assert total == 40
 
 
+@pytest.mark.slow
 async def test_stats_do_not_wait_for_a_step(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.5")
     monkeypatch.setattr(request_router, "STATS_TIMEOUT", 0.05)
@@ -576,6 +582,7 @@ async def test_stats_do_not_wait_for_a_step(monkeypatch):
         await stream.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_slow_consumer_does_not_block_the_engine(monkeypatch):
     """The engine finishes although the parent does not read megabytes of outputs."""
@@ -614,6 +621,7 @@ def test_ten_thousand_outputs_pass_quickly(monkeypatch):
     in_time(lambda: asyncio.run(once()), 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_seconds", ["0", "100"])
 def test_engine_ends_with_its_parent(load_seconds):
     script = """
@@ -649,6 +657,7 @@ def test_client_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 async def test_one_sample_of_a_request_is_ended():
     async with running() as client:
         before = 0
@@ -682,6 +691,7 @@ async def test_one_sample_of_a_request_is_ended():
         assert (await client.stats()).num_running == 0
 
 
+@pytest.mark.slow
 async def test_crash_after_an_ended_sample():
     async with running() as client:
         stream = client.generate(request("a", max_tokens=100_000, n=2))

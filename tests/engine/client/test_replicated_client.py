@@ -262,6 +262,7 @@ async def test_replica_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
     await client.close()
 
 
+@pytest.mark.slow
 async def test_abandoned_replica_does_not_affect_others(monkeypatch):
     async with running() as client:
         victim, other = client.engines

@@ -57,6 +57,7 @@ def changing() -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.slow
 @BURSTS
 @pytest.mark.parametrize(
     ("sent", "options"),
@@ -117,6 +118,7 @@ def drive(core: EngineCore, meanwhile: Callable[[int], None]) -> dict[str, list[
     raise AssertionError("not idle after 500 steps")
 
 
+@pytest.mark.slow
 @BURSTS
 def test_requests_aborted_and_added_during_a_step_in_flight(burst_seconds: float, directory_of: DirectoryOf) -> None:
     """Blocks of aborted requests are reused while the device still writes to them."""
@@ -193,6 +195,7 @@ def shifting() -> list[EngineRequest]:
     return [greedy(f"{i}", prompt(i, 20 + i), 50, context=rule) for i, rule in enumerate(rules)]
 
 
+@pytest.mark.slow
 @BURSTS
 @pytest.mark.parametrize(
     ("sent", "every"),

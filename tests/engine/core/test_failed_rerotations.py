@@ -104,6 +104,7 @@ def check(core: EngineCore, right: EngineCore, got: Results, want: Results) -> N
     assert cached > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "first"),
     [
@@ -131,6 +132,7 @@ def test_only_the_request_that_owns_the_keys_fails(
     assert not errors_of(again) and texts(again) == texts(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_rotation_over_several_steps_fails_only_its_request(
     models: dict[str, Path], first: int, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +146,7 @@ def test_a_rotation_over_several_steps_fails_only_its_request(
     check(core, right, got, want)
 
 
+@pytest.mark.slow
 def test_recurrent_streams_restart_if_they_find_no_memory_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

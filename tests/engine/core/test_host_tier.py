@@ -121,6 +121,7 @@ def wait_until_rows_are_free(core: EngineCore) -> None:
     eventually(lambda: len(transfer._free) == len(transfer._incoming) and transfer._staged == {}, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(HOST_KINDS, "latent", "draft model"))
 def test_blocks_from_the_host_and_from_files_have_the_same_bits(kind: str, models: Models, tmp_path: Path) -> None:
     model, options, fields = kind_of_keys(kind, models)
@@ -157,6 +158,7 @@ def test_random_texts_with_little_memory_give_equal_tokens(models: Models, small
     assert found.restored_tokens > 300 and found.host_bytes == found.host_blocks * block_bytes(models["llama"])
 
 
+@pytest.mark.slow
 @BURSTS
 def test_steps_planned_ahead_evict_cached_blocks(burst_seconds: float, models: Models) -> None:
     """Captured steps that are planned before the previous one has ended."""
@@ -186,6 +188,7 @@ def test_more_blocks_are_evicted_by_a_step_than_there_are_staging_rows(
     assert stats(core).host_saved_blocks > 20 and stats(core).host_read_blocks == FULL // 16
 
 
+@pytest.mark.slow
 def test_preempted_streams_are_restored_by_copies(models: Models, small_core: MakeCore) -> None:
     """Only tokens in a partial block are computed again."""
     core = small_core(14, 64, max_num_seqs=3)
@@ -195,6 +198,7 @@ def test_preempted_streams_are_restored_by_copies(models: Models, small_core: Ma
     assert found.recomputed_tokens["preemption"] <= 16 * found.num_preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at_once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one block a plan", "one plan"]
 )
@@ -227,6 +231,7 @@ def test_restored_blocks_do_not_evict_each_other(at_once: bool, models: Models, 
         assert got.token_ids == right.token_ids
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_block_is_evicted_first(small_core: MakeCore) -> None:
     core, often, once = small_core(host=64), tokens(103), tokens(103)
     ask(core, once)
@@ -238,6 +243,7 @@ def test_the_least_recently_used_block_is_evicted_first(small_core: MakeCore) ->
     assert stats(core).host_blocks <= 64 and stats(core).host_evicted_blocks > 0
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_without_memory_lose_only_their_blocks(
     small_core: MakeCore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +264,7 @@ def test_copies_to_the_host_without_memory_lose_only_their_blocks(
         evict(core)
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_restored_are_computed(small_core: MakeCore) -> None:
     """The staging rows reserved for them are free again."""
     core = small_core()
@@ -288,6 +295,7 @@ def test_requests_aborted_while_blocks_are_restored_leave_nothing(small_core: Ma
     assert same_bits(ask(core), right)
 
 
+@pytest.mark.slow
 def test_blocks_evicted_before_they_are_written_are_written_from_the_host(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +349,7 @@ def test_a_block_evicted_while_it_is_copied_to_a_file_is_not_written(
         assert all(same_bits(ask(core, prompt, 4), wanted) for prompt, wanted in zip(prompts, right, strict=True))
 
 
+@pytest.mark.slow
 def test_passages_are_restored_at_any_offset_within_their_scope(small_core: MakeCore) -> None:
     document, core = tokens(70), small_core(deterministic=False, max_num_batched_tokens=40)
     source, moved = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]

@@ -204,6 +204,7 @@ def test_pages_of_a_draft_model_are_zeroed(
     assert all(not bool(plane.any()) for plane in drafted)
 
 
+@pytest.mark.slow
 def test_memory_for_graphs_with_adapters_stays_free(
     model_of: ModelOf, memory: SimulatedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def refused(model: Path, **options: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_no_memory_for_the_cache_is_refused(
     model_of: ModelOf, memory: SimulatedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +333,7 @@ def gpus_of_ranks(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpus_of_ranks")
 @pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 3])
 def test_the_fullest_device_limits_the_cache_of_all_ranks(tmp_path: Path, heads: int) -> None:

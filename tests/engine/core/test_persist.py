@@ -76,6 +76,7 @@ ON_THIS_DEVICE = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ON_THIS_DEVICE)
 def test_restored_blocks_have_the_same_bits_after_a_restart(kind: str, models: Models, tmp_path: Path) -> None:
     model, options, fields = kind_of_keys(kind, models)
@@ -106,6 +107,7 @@ def test_generated_tokens_are_restored(engine: Engine, models: Models) -> None:
     assert cached(again) == (len(PROMPT) + 39) // 16 * 16 and same_bits(again, right)
 
 
+@pytest.mark.slow
 def test_passages_are_restored_at_any_offset_within_their_scope(engine: Engine) -> None:
     document = tokens(70)
     source, turned = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]
@@ -123,6 +125,7 @@ def test_passages_are_restored_at_any_offset_within_their_scope(engine: Engine) 
             assert core.stats().persist.restored_tokens >= 80
 
 
+@pytest.mark.slow
 def test_adapters_are_distinguished_by_their_weights(models: Models, tmp_path: Path) -> None:
     """Their ids start at 0 in every server."""
     one, other = (save_adapter(tmp_path / name, models["llama"], seed=seed) for seed, name in enumerate("ab"))
@@ -185,6 +188,7 @@ def test_blocks_under_other_options_are_not_used(change: str, models: Models, tm
         assert cached(ask(core, **fields)) == 0 and core.stats().persist.read_blocks == 0
 
 
+@pytest.mark.slow
 def test_damaged_files_are_skipped_counted_and_written_again(engine: Engine, tmp_path: Path) -> None:
     with engine() as core:
         right = ask(core)
@@ -209,6 +213,7 @@ def test_damaged_files_are_skipped_counted_and_written_again(engine: Engine, tmp
         assert core.stats().persist.read_blocks >= 1
 
 
+@pytest.mark.slow
 def test_a_damaged_file_ends_the_restored_prefix(engine: Engine, tmp_path: Path) -> None:
     with engine() as core:
         right = ask(core)
@@ -240,6 +245,7 @@ def test_a_file_of_another_block_is_foreign(engine: Engine, tmp_path: Path) -> N
         assert same_bits(again, right) and cached(again) == 0 and core.stats().persist.foreign_blocks == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_another_namespace_is_foreign(engine: Engine, tmp_path: Path) -> None:
     """A renamed file still names its own namespace."""
     with engine() as core:
@@ -257,6 +263,7 @@ def test_a_file_of_another_namespace_is_foreign(engine: Engine, tmp_path: Path) 
         assert same_bits(again, right) and cached(again) == 0 and core.stats().persist.foreign_blocks == 1
 
 
+@pytest.mark.slow
 def test_two_engines_share_a_folder(engine: Engine, models: Models) -> None:
     right = ask(oracle(models))
     with engine() as one, engine() as other:
@@ -324,6 +331,7 @@ def test_a_full_disk_is_logged_once_and_the_engine_continues(
         assert len(caplog.records) == 2 and "this is over" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_engine_continues_after_its_folder_is_deleted(models: Models, tmp_path: Path) -> None:
     with keeping(models["llama"], tmp_path / "kept") as core:
         right = ask(core)
@@ -427,6 +435,7 @@ def test_unusable_folders_are_refused(models: Models, tmp_path: Path) -> None:
         assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 @ON_A_CPU  # whose threads copy blocks during steps that write to them
 def test_a_block_evicted_while_it_is_copied_is_not_written(
     engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
@@ -478,6 +487,7 @@ def test_blocks_are_written_if_the_engine_ends_before_its_folder_is_open(
     assert len(files_in(tmp_path / "kept")) >= FULL // 16
 
 
+@pytest.mark.slow
 def test_the_first_request_after_a_warm_up_finds_stored_blocks(
     models: Models, slow_weights: Path, tmp_path: Path
 ) -> None:
@@ -527,6 +537,7 @@ def restore_late(core: EngineCore, puts: list[int]) -> None:
     pages.put, write_queue.take, store.reader.wait = late, counted, all_read
 
 
+@pytest.mark.slow
 def test_a_restored_block_is_written_again_only_after_its_bytes_have_arrived(tmp_path: Path) -> None:
     model, folder = make_model("llama", tmp_path / "model"), tmp_path / "kept"
     options: dict[str, Any] = {"max_model_len": 256, "deterministic": False}

@@ -95,6 +95,7 @@ def test_every_kind_of_request_gives_equal_results(model: str, directory_of: Dir
     assert found.device.replays > 50
 
 
+@pytest.mark.slow
 def test_requests_that_need_ordinary_steps_run_next_to_captured_ones(directory_of: DirectoryOf, tmp_path: Path) -> None:
     """Adapters, shifted retained keys, distance rules; each scaling uses its own frequencies."""
     directory = directory_of("llama")
@@ -124,6 +125,7 @@ def run_and_count_blocks(core: EngineCore, sent: list[EngineRequest]) -> tuple[R
     return found, [int((plane != 7).flatten(2).any(2).any(0).sum()) for plane in planes]
 
 
+@pytest.mark.slow
 def test_padding_rows_write_nothing(directory_of: DirectoryOf) -> None:
     """Three streams in a graph of eight rows, and one with key ranges in a graph of four."""
     sent = [greedy(f"{i}", prompt(i, 9), 12) for i in range(3)]
@@ -217,6 +219,7 @@ def test_ranges_of_further_attention_kinds_give_equal_logits(family: str, direct
     assert len(found.keys) >= 28 and {key.ranges for key in found.keys} == {2}
 
 
+@pytest.mark.slow
 def test_more_ranges_than_captured_are_captured_again(directory_of: DirectoryOf) -> None:
     """A stream with two ranges, then next to it one with passages and gaps, and then only a plain one."""
     documents = [prompt(seed, 40) for seed in (11, 12, 13)]
@@ -278,6 +281,7 @@ def outcomes_ahead(
     return outcome(core, sent), outcome(plain, sent), len(calls)
 
 
+@pytest.mark.slow
 @BURSTS
 def test_contexts_are_shifted_in_steps_planned_ahead(
     burst_seconds: float, directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +375,7 @@ def test_a_surplus_step_of_an_ended_stream_changes_no_used_state(directory_of: D
     assert compare_graphs(directory_of("lfm2"), sent, [again], **STATES).num_replayed > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen3_5", "lfm2"], "lfm2"))
 def test_shifts_and_windows_of_recurrent_models_give_equal_results(family: str, directory_of: DirectoryOf) -> None:
     sent = [
@@ -392,6 +397,7 @@ def test_preempted_recurrent_streams_restart(directory_of: DirectoryOf) -> None:
     assert found.core.stats().num_preemptions and found.num_replayed > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(RECURRENT, "granite4_h"))
 def test_states_of_rejected_tokens_are_dropped(family: str, directory_of: DirectoryOf) -> None:
     """The states after proposed tokens are stored until it is known which are accepted."""
@@ -401,6 +407,7 @@ def test_states_of_rejected_tokens_are_dropped(family: str, directory_of: Direct
     assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens and found.num_replayed > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", slow_but(["states", "states, one block free", "adapters", "adapters, bursts"], "states, one block free")
 )
@@ -500,6 +507,7 @@ def test_an_mtp_layer_next_to_captured_steps_gives_equal_results(tmp_path: Path)
     assert found.num_replayed > 50 and found.core.stats().spec_decode_model_num_accepted_tokens > 20
 
 
+@pytest.mark.slow
 def test_ngram_proposals_are_rows_of_a_captured_step(
     directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +537,7 @@ def test_proposed_rows_have_the_ranges_of_their_sequence(tmp_path: Path) -> None
         assert proposer is None or (proposer.graphs is not None and proposer.graphs.lazy_graphs.captured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["ngrams", "draft model"], "ngrams"))
 def test_proposed_rows_have_the_adapter_of_their_stream(
     kind: str, directory_of: DirectoryOf, adapters: Adapters
@@ -606,6 +615,7 @@ def test_the_device_continues_rows_with_adapters(
     assert len(set(device.waits)) <= core.stats().num_steps + 1
 
 
+@pytest.mark.slow
 def test_steps_without_adapters_use_graphs_without_adapters(directory_of: DirectoryOf, adapters: Adapters) -> None:
     """Although adapters are loaded, and after a stream with an adapter has ended."""
     found = compare_graphs(
@@ -618,6 +628,7 @@ def test_steps_without_adapters_use_graphs_without_adapters(directory_of: Direct
     assert len(found.keys) in (8, 9) and found.num_replayed >= 58
 
 
+@pytest.mark.slow
 def test_adapters_loaded_between_steps_are_used_by_the_next(
     directory_of: DirectoryOf, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

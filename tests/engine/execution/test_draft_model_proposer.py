@@ -59,6 +59,7 @@ def both(
     return core
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("model", "draft", "drafting", "options"),
     slow_after(

@@ -54,6 +54,7 @@ def with_config(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [pytest.param({}, marks=pytest.mark.slow), {"speculative_ngram": 2, "speculative_ngram_min": 1}],
@@ -76,6 +77,7 @@ def test_proposals_equal_transformers(family: str, others: dict[str, Any], direc
     proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", slow_but(MORE_FAMILIES, "deepseek_v3", "nemotron_h_experts"))
 def test_proposals_of_further_families_equal_transformers(family: str, directory_of: DirectoryOf) -> None:
     """And results equal those without the layer."""
@@ -151,6 +153,7 @@ def test_an_mtp_layer_changes_no_result(family: str, options: dict[str, Any], di
     assert not predictor_of(core).progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", slow_but(["little", "enough"], "little"))
 def test_rotations_shifts_and_preemptions_with_an_mtp_layer(memory: str, tmp_path: Path) -> None:
     """The cache holds NaNs until it is written: every key that is read has been computed."""
@@ -196,6 +199,7 @@ def test_rotations_shifts_and_preemptions_with_an_mtp_layer(memory: str, tmp_pat
     assert stats.spec_decode_model_num_accepted_tokens > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", slow_after(1, [8, 0]))
 def test_an_mtp_layer_without_memory_fails_no_request(rows: int, directory_of: DirectoryOf) -> None:
     """Steps with more rows fail, so prompts or all proposals are skipped."""
@@ -301,6 +305,7 @@ def test_an_unused_mtp_layer_is_announced(tmp_path: Path, directory_of: Director
     assert not offers(make_model("qwen3_5", tmp_path / "without"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", slow_after(1, [False, True]))
 def test_a_quantized_copy_of_the_head_changes_no_result(tied: bool, tmp_path: Path) -> None:
     """Proposals are often accepted, rejected ones change nothing, and the model's own head is unchanged."""

@@ -74,6 +74,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 QUICK = {"llama", "gemma3", "gpt_neox", "apertus", "nemotron", "llama4", "gemma4_26b"}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -69,6 +69,7 @@ def test_null_is_the_scaling_of_the_model(model: Path, capsys: pytest.CaptureFix
     assert found["changed_pairs"] == 0 and found["fingerprint"] == found["model"]["fingerprint"]
 
 
+@pytest.mark.slow
 def test_table_and_picture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_table_and_picture(
     assert picture.shape[0] > 300 and picture.shape[1] > 800 and picture[..., :3].std() > 0.02
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ["linear", "yarn", "proportional"])
 def test_overflowing_wavelength_is_none(
     kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

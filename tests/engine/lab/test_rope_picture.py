@@ -106,6 +106,7 @@ def test_default_scalings_equal_the_formulas(at: int) -> None:
     assert found == pytest.approx(wanted, rel=1e-9), label
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "kind", slow_but([name for name in KINDS if name != "attention"], "angles", "cos-sin", "decay")
 )
@@ -160,6 +161,7 @@ def test_dollar_signs_are_literal(tmp_path: Path) -> None:
     assert ">$x$<" in text and ">\\$$y<" in text and "Layer 0 of a $$b$$" in text
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("factor", [1e90, 1e200, 1e308])
 def test_nearly_constant_pairs_are_omitted(factor: float) -> None:
     """Warnings fail the test."""
@@ -178,6 +180,7 @@ def test_default_length_is_limited() -> None:
         assert make_subject(None, base, [], None, "long").length == 10_000_000
 
 
+@pytest.mark.slow
 def test_learned_table_is_read_from_a_checkpoint(tmp_path: Path, error_of: Callable[..., str]) -> None:
     table = RNG.standard_normal((64, 12)).astype(np.float32)
     safetensors.numpy.save_file({"transformer.wpe.weight": table}, tmp_path / "model.safetensors")
@@ -189,6 +192,7 @@ def test_learned_table_is_read_from_a_checkpoint(tmp_path: Path, error_of: Calla
     assert "no table" in error_of("picture", "encodings", "--learned", str(tmp_path), "--out", str(out))
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(tmp_path: Path, error_of: Callable[..., str]) -> None:
     out = str(tmp_path / "a.png")
     assert "did you mean 'scalings'" in error_of("picture", "scaling", "--out", out)

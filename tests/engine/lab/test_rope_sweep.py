@@ -122,6 +122,7 @@ def test_cut_text_is_read_in_trained_lengths(model: Path, text: Path, measured: 
     assert curve["by_bucket"] == pytest.approx([perplexity(rows, a, b) for a, b in measured["buckets"]], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_reports_are_reproducible(sweep: Callable[..., int], report: Path, tmp_path: Path) -> None:
     assert sweep(tmp_path) == 0
     for name in ("report.html", "report.json", "report.md", "plot.png"):
@@ -173,6 +174,7 @@ def test_recommended_command_is_valid(measured: dict, model: Path, monkeypatch: 
     assert config.rotary.update == curve["rope_update"]
 
 
+@pytest.mark.slow
 def test_target_and_trained_length(sweep: Callable[..., int], tmp_path: Path) -> None:
     assert sweep(tmp_path, "--target-len", "64", "--trained-len", "24", "--samples", "0") == 0
     found = json.loads((tmp_path / "report.json").read_text())

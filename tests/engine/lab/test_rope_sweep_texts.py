@@ -72,6 +72,7 @@ def test_several_texts_have_paired_intervals(
     assert "means over 3 texts" in words and "| against no scaling, % |" in words
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_is_resumed(
     tmp_path: Path, sweep: Callable[..., dict], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_chosen_scalings_and_policies(tmp_path: Path, sweep: Callable[..., dict]
     assert "grey line" not in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_window_with_sinks_is_a_row_and_not_recommended(
     model: Path, texts: Path, tmp_path: Path, sweep: Callable[..., dict]
 ) -> None:

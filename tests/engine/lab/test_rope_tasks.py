@@ -133,6 +133,7 @@ def test_equal_readings_are_computed_once(measured: dict[str, Any], kept: list[d
     assert measured["documents"][0]["length"] == TRAINED and all(r == right["no scaling"] for r in right.values())
 
 
+@pytest.mark.slow
 def test_interrupted_run_is_resumed(
     run: Callable[..., int], report: Path, measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

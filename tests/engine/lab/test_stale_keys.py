@@ -107,6 +107,7 @@ def test_transformers_cache_goes_stale(name: str, request: pytest.FixtureRequest
     assert (stale[first:].argmax(-1) != truth[first:].argmax(-1)).sum() > 20
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("exact", [False, True], ids=["grid", "exact"])
 def test_recompute_equals_no_cache_at_every_length(dynamic: Path, exact: bool, chunk: int) -> None:
@@ -126,6 +127,7 @@ def test_frozen_equals_no_cache_under_the_frozen_frequencies(dynamic: Path) -> N
     assert apart(frozen, reference.at_each_length(IDS, GRID)) > 1e-2
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("prompt", [1, PROMPT, 80])
 @pytest.mark.parametrize("chunk", [512, 7])
 def test_rotate_equals_a_cache_of_unrotated_keys(dynamic: Path, prompt: int, chunk: int) -> None:
@@ -155,6 +157,7 @@ def served(directory: Path, prompt: int, **fields: object) -> tuple[list[int], T
     return IDS[:prompt] + finished.token_ids, torch.stack(finished.logits), finished.outputs[-1].rotary
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("policy", ["frozen", "recompute", "recompute exact", "rotate"])
 def test_the_engine_generates_by_the_same_references(dynamic: Path, policy: str) -> None:
     name, _, exact = policy.partition(" ")

@@ -62,6 +62,7 @@ def transformers_logits(model: Path, folder: Path, length: int, got: Finished) -
 LENGTHS = {100: 1.0, M: 1.0, M + 1: 2.0, 2 * M: 2.0, 2 * M + 1: 4.0, 512: 4.0}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"max_num_batched_tokens": 7}, {"speculative_ngram": 4}]
 )

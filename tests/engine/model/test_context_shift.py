@@ -140,6 +140,7 @@ def test_shifted_context_under_every_scaling(name: str, models: dict[str, Path])
     check(got, right)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("family", CASES)
 def test_shifted_context_equals_contiguous_positions(family: str, models: dict[str, Path]) -> None:
     core = core_of(models[family])
@@ -153,6 +154,7 @@ def test_shifted_context_equals_contiguous_positions(family: str, models: dict[s
     assert (report.dropped_tokens, report.shifts) == (64, 4)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("budget", [16, pytest.param(2048, marks=pytest.mark.slow)])
 def test_window_with_sinks_is_equal_for_every_token(family: str, budget: int, models: dict[str, Path]) -> None:
@@ -167,6 +169,7 @@ def test_window_with_sinks_is_equal_for_every_token(family: str, budget: int, mo
 WIDER = {"all": (32, 21, 5), "some": (8, 6, 16), "all of one": (8, 4, 2), "just some": (24, 21, 5), "none": (21, 21, 5)}
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", WIDER)
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_layers_with_wider_windows_see_sinks_at_their_positions(family: str, name: str, tmp_path: Path) -> None:
@@ -215,6 +218,7 @@ def crowd(length: int = LENGTH) -> list[EngineRequest]:
     return [greedy(name, PROMPT, length, context=rule, seed=3) for name, rule in rules.items()]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", ON_THIS_DEVICE)
 def test_batch_of_shifting_and_other_streams(options: str, models: dict[str, Path]) -> None:
     core = core_of(models[FAMILY_OF.get(options, "llama")], **OPTIONS[options])
@@ -231,6 +235,7 @@ def test_batch_of_shifting_and_other_streams(options: str, models: dict[str, Pat
         assert core.runner.replay.num_replayed > LENGTH // 2
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", FEW_PAGES)
 def test_preempted_sequence_resumes_from_its_blocks(options: str, models: dict[str, Path]) -> None:
     right = run(core_of(models["llama"], **OPTIONS[options]), crowd())
@@ -252,6 +257,7 @@ def test_samples_of_one_prompt_shift_independently(models: dict[str, Path]) -> N
         assert got["a", index].outputs[-1].context == ContextReport(WINDOW, 16, 64, 4)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shifts", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "float32"), ("llama", "int8"), pytest.param("deepseek_v3", "int8", marks=ON_A_CPU)]

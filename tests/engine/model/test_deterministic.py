@@ -162,6 +162,7 @@ def one_thread():
 SLOW = ("hunyuan", "ministral3", "demo, all bfloat16", "gemma4_26b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
 )
@@ -185,6 +186,7 @@ def test_bits_do_not_depend_on_the_batch(model: str, directory_of: Callable[[str
         assert max(errors) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama_bias", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3", "demo"])
 def test_plain_torch_has_the_same_bits_in_any_batch(
     model: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -196,6 +198,7 @@ def test_plain_torch_has_the_same_bits_in_any_batch(
         assert differing(WAYS[name](directory, sent, **options), want) == [], name
 
 
+@pytest.mark.slow
 def test_frequency_changes_have_the_same_bits(tmp_path: Path) -> None:
     """A sequence changes frequencies at the same tokens in every schedule."""
     directory = make_model("llama", tmp_path, max_position_embeddings=32)
@@ -244,6 +247,7 @@ def test_windows_and_second_keys_longer_than_an_attention_chunk(tmp_path: Path) 
     assert core.scheduler.counters.dropped_tokens >= 2 * 512, "blocks are given up all the same"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gemma3", "gpt_oss"])
 def test_sinks_with_windows_of_layers(model: str, directory_of: Callable[[str], Path]) -> None:
     """Such a layer sees sinks and the tokens after them as adjacent, with one window, for rotated query copies too."""
@@ -274,6 +278,7 @@ def test_sinks_with_windows_of_layers(model: str, directory_of: Callable[[str], 
         assert prompts(tokens) == want, tokens
 
 
+@pytest.mark.slow
 def test_two_threads_have_the_same_bits(directory_of: Callable[[str], Path]) -> None:
     torch.set_num_threads(2)
     sent = requests_for("demo")[1::8]

@@ -126,6 +126,7 @@ def asked(
     return greedy(request_id, prompt, length, rope_scaling=RopeScaling.from_dict(SCALINGS[name]), **fields)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "leaky"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_rotation_by_the_rule(family: str, name: str, models: dict[str, Path]) -> None:
@@ -144,6 +145,7 @@ def test_recurrent_layers_with_second_key_copies(tmp_path: Path) -> None:
     check(got, right_logits(core, model, request, PROMPT + got.token_ids))
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_every_rule_in_chunks_of_any_size(name: str, budget: int, models: dict[str, Path]) -> None:
@@ -171,6 +173,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_all_rules_in_one_batch(options: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], **{"prefix_caching": False} | OPTIONS[options])
@@ -189,6 +192,7 @@ def test_all_rules_in_one_batch(options: str, models: dict[str, Path]) -> None:
             assert float(difference) <= {"deterministic": 0, "int8 pages": 2e-3}.get(options, 1e-4), request.request_id
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", ["dual chunk", "long scores", "groups of 7", "rerope", "log n"])
 def test_prefix_cache_is_separate_for_each_rule(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
@@ -423,6 +427,7 @@ def check_by_table(got: Finished, prompt: list[int], right: torch.Tensor) -> Non
     assert got.token_ids == right.argmax(-1).tolist()
 
 
+@pytest.mark.quick_cases(1)
 def test_logits_equal_the_table(kernels: str, model: Path) -> None:
     core = table_core(model)
     assert core.runner.decoder.backend.explain().startswith("plain torch") == (kernels == "plain torch")
@@ -460,6 +465,7 @@ def crowd() -> list[EngineRequest]:
     return [table_request(kind, TABLE_PROMPT[: 150 - 13 * n]) for n, kind in enumerate([*KINDS, "plain"])]
 
 
+@pytest.mark.quick_cases(1)
 def test_all_kinds_in_one_batch_equal_the_table(kernels: str, model: Path) -> None:
     core = table_core(model, max_num_seqs=16)
     got = run(core, crowd())
@@ -468,6 +474,7 @@ def test_all_kinds_in_one_batch_equal_the_table(kernels: str, model: Path) -> No
         check_by_table(found, prompt, table_logits(model, core, request.request_id, prompt + found.token_ids))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pages", ["auto", "int8"])
 def test_deterministic_bits_in_any_chunks_and_batches(pages: str, model: Path) -> None:
     fixed = {"deterministic": True, "max_num_seqs": 16, "kv_cache_dtype": pages, "prefix_caching": False}
@@ -479,6 +486,7 @@ def test_deterministic_bits_in_any_chunks_and_batches(pages: str, model: Path) -
             assert torch.equal(torch.stack(alone.logits), torch.stack(other.logits)), (request.request_id, budget)
 
 
+@pytest.mark.slow
 def test_draft_model_uses_the_rule(model: Path) -> None:
     """A model that is its own draft model proposes its own tokens, as long as both see keys at the same distances."""
     core = table_core(model, speculative_model=str(model), speculative_adaptive=False)

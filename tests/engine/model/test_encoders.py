@@ -73,6 +73,7 @@ def test_hidden_states_equal_transformers(encoder: Path) -> None:
     assert error(make_core(encoder), encoder) < TOLERANCE
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_equal_transformers(family: str, head: str, tmp_path: Path) -> None:
     directory = make_encoder(family, tmp_path, head, id2label={0: "a", 1: "b", 2: "c"})
@@ -104,6 +105,7 @@ def test_deterministic_bits_are_equal_in_batches(encoder: Path) -> None:
     assert error(core, encoder) < TOLERANCE
 
 
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
 def test_scaling_of_a_request_equals_transformers(encoder: Path, kind: str) -> None:
     fields = {"original_max_position_embeddings": 16} if kind == "yarn" else {}
@@ -147,6 +149,7 @@ def test_other_theta_changes_states(encoder: Path, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("head", HEADS[1:])
 def test_every_vector_changes_states(family: str, head: str, tmp_path: Path) -> None:
     """Zeros instead of a bias or a norm give other states, or another output of the head."""

@@ -49,6 +49,7 @@ def test_entire_prompt_equals_transformers(family: Path) -> None:
     assert core.runner.positions_computed == 40 + 12 - 1  # every position once; the last token is never fed
 
 
+@pytest.mark.quick_cases(19)
 @pytest.mark.parametrize("budget", [1, 7])
 def test_odd_chunks_equal_transformers(family: Path, budget: int) -> None:
     core = make_core(family, max_num_batched_tokens=budget)
@@ -57,6 +58,7 @@ def test_odd_chunks_equal_transformers(family: Path, budget: int) -> None:
     assert core.runner.positions_computed == 41 + 9 - 1
 
 
+@pytest.mark.quick_cases(7)
 def test_batched_requests_equal_transformers(family: Path) -> None:
     core = make_core(family, max_num_batched_tokens=50)
     requests = [greedy(str(i), prompt(5 + 11 * i, i), 6 + 3 * i) for i in range(6)]
@@ -67,6 +69,7 @@ def test_batched_requests_equal_transformers(family: Path) -> None:
     assert core.runner.positions_computed == sum(lengths)
 
 
+@pytest.mark.quick_cases(4)
 def test_preempted_requests_equal_transformers(family: Path) -> None:
     spare = make_core(family)
     per_block = spare.info.kv_bytes_per_token * spare.info.block_size

@@ -108,6 +108,7 @@ def error(core: EngineCore, directory: Path) -> float:
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("budget", slow_but([64, 7, 1], 7))
 def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
@@ -151,6 +152,7 @@ def test_every_vector_changes_logits(family: Path, tmp_path: Path) -> None:
         assert difference(logits, expected) > 10 * TOLERANCE, name
 
 
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(family, changes) for family, rows in SWITCHES.items() for changes in rows],
@@ -168,6 +170,7 @@ def test_config_key_changes_logits(family: Path, changes: dict[str, Any], tmp_pa
     assert difference(ours, theirs) > limit
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("family", OWN_OPERATIONS, indirect=True)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain torch"])
 def test_deterministic_bits_are_equal_in_any_chunks(

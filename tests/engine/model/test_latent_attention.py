@@ -117,6 +117,7 @@ def error_with_rounded_rows(
     return float((torch.stack(got.logits) - right).norm() / right.norm())
 
 
+@pytest.mark.quick_cases(3)
 @ON_A_CPU
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 7}, {"deterministic": True}], ids=["", "chunks", "det"]
@@ -137,6 +138,7 @@ def test_int8_cache_equals_rounded_transformers(
     assert lost > 1e-3 and left < 0.05 * lost, (lost, left)
 
 
+@pytest.mark.quick_cases(1)
 @ON_A_CPU
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
 def test_int8_rows_in_batches_chunks_preempted_and_cached(model: str, models: dict[str, Path]) -> None:
@@ -215,6 +217,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}], ids=["", "chunks"])
 def test_mixed_scalings_equal_transformers(options: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
     """transformers has each scaling in its config.json, including mscale_all_dim on entire scores."""
@@ -245,6 +248,7 @@ def test_factor_on_scores_is_bounded(models: dict[str, Path]) -> None:
         make_core(models["deepseek_v3"]).add(greedy("a", PROMPT, rope_scaling=scaling))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
 def test_preempted_batch_equals_single_requests(model: str, options: dict[str, Any], models: dict[str, Path]) -> None:
@@ -441,6 +445,7 @@ def expected(
     return torch.stack(found)
 
 
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("spec", [SPEC, WIDE_HEADS], ids=["narrow", "deepseek"])

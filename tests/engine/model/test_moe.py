@@ -45,6 +45,7 @@ def logits(core: EngineCore, max_tokens: int = 1) -> torch.Tensor:
     return torch.stack(run(core, [greedy("a", PROMPT, max_tokens)])["a", 0].logits)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_a_layer_changes_logits(qwen: Path, tmp_path: Path) -> None:
     """Zeros in the router, an expert, the shared expert or its gate give other logits."""
     tensors, expected = load_file(qwen / "model.safetensors"), logits(make_core(qwen))

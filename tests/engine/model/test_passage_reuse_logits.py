@@ -94,6 +94,7 @@ def report_of(got: Finished) -> tuple[int, int]:
     return report.reused_passages, report.reused_tokens
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_reordered_documents_equal_rotation_to_new_positions(
@@ -214,6 +215,7 @@ def pages_of(core: EngineCore, blocks: list[int]) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_thousand_reuses_change_no_byte_of_a_block(models: dict[str, Path]) -> None:
     core = core_of(models["one layer"])
     (pool,) = core.blocks.pools

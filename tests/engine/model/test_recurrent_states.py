@@ -56,6 +56,7 @@ def check(reference: Reference, prompt: Sequence[int], got: Finished) -> None:
         assert (torch.stack(got.logits) - right).abs().max() < 1e-5 * right.abs().max()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -147,6 +148,7 @@ def test_endings_share_the_state_of_their_text(model: Path, reference: Reference
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
 
 
+@pytest.mark.quick_cases(1)
 @ON_A_CPU
 def test_states_are_restored_from_files(model: Path, reference: Reference, tmp_path: Path) -> None:
     prompt = PROMPTS[5]
@@ -284,6 +286,7 @@ def both(
     return core, got
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True, "prefix_caching": False}], ids=lambda options: next(iter(options), "plain")
 )
@@ -315,6 +318,7 @@ def test_next_turn_after_proposals_continues_from_cached_states(proposing_model:
     assert core.stats().spec_decode_num_accepted_tokens > 60
 
 
+@pytest.mark.slow
 @ON_A_CPU
 def test_states_after_accepted_tokens_are_restored_from_files(proposing_model: Path, tmp_path: Path) -> None:
     """Of the model and of a draft model."""
@@ -337,6 +341,7 @@ def test_states_after_accepted_tokens_are_restored_from_files(proposing_model: P
     assert 10 < stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
+@pytest.mark.quick_cases(1)
 def test_preempted_and_shifted_streams_equal_unspeculated_ones(proposing_model: Path) -> None:
     def sent() -> list[EngineRequest]:
         shift, few = (
@@ -369,6 +374,7 @@ def test_preempted_and_shifted_streams_equal_unspeculated_ones(proposing_model: 
     assert stats.num_preemptions > 0 and stats.context_shifts > 5
 
 
+@pytest.mark.quick_cases(2)
 def test_few_states_limit_proposals(proposing_model: Path) -> None:
     info = make_core(proposing_model).info
     memory = 128 * info.kv_bytes_per_token + 4 * info.state_bytes
@@ -410,6 +416,7 @@ def park_some(core: EngineCore, swapped_out: list[int]) -> None:
         swapped_out += [shifted[-1].seq_id] * shifted[-1].cache.is_swapped_out
 
 
+@pytest.mark.slow
 def test_draft_model_without_states_proposes(
     proposing_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +446,7 @@ def test_draft_model_without_states_proposes(
         assert core.runner.replay.num_replayed > 8, "steps with proposals are decode steps and may be repeated"
 
 
+@pytest.mark.slow
 def test_model_as_its_own_draft_model_is_always_accepted(proposing_model: Path, tmp_path: Path) -> None:
     """For every draft lag, after proposals of either kind, at block boundaries, and after a cached prefix."""
     options = {

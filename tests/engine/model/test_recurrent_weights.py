@@ -212,6 +212,7 @@ def test_mtp_tensors_are_omitted(family: str, model_of: ModelOf, tmp_path: Path)
 # -- quantization, random weights, adapters, ranks ---------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weight_cache_gives_the_same_bits(quantization: str, family: str, model_of: ModelOf, tmp_path: Path) -> None:
@@ -258,6 +259,7 @@ def test_random_weights_give_logits(family: str, model_of: ModelOf) -> None:
     assert found.isfinite().all() and float(found.std()) > 0.1
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("family", "targets"), [(family, targets) for family, groups in ADAPTED.items() for targets in groups]
 )

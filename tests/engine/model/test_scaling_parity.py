@@ -60,6 +60,7 @@ def with_scaling(plain: Path, directory: Path, kind: str) -> Path:
     return directory
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_config_server_and_request_agree_with_transformers(kind: str, plain: Path, tmp_path: Path) -> None:
     scaled = with_scaling(plain, tmp_path / kind, kind)
@@ -97,6 +98,7 @@ def shortened(kind: str, pairs: int) -> dict[str, Any]:
 PAIRS = {"glm": 4, "helium": 8, "smollm3": 8, "hunyuan": 8}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("family", sorted(PAIRS))
 def test_every_kind_with_every_pair_layout(family: str, tmp_path: Path) -> None:
     """One batch with a request of each kind, compared with transformers at the frequencies of that kind."""
@@ -227,6 +229,7 @@ def worst(got: list[torch.Tensor], right: torch.Tensor) -> float:
     return float((torch.stack(got) - right).abs().max() / right.abs().max())
 
 
+@pytest.mark.slow
 def test_mixed_scalings_equal_single_requests_and_transformers(model: Path) -> None:
     core = core_of(model)
     together = run(core, requests())

@@ -62,6 +62,7 @@ def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
 
 
+@pytest.mark.quick_cases(8)
 def test_deterministic_bits_are_equal_in_any_chunks(family: Path) -> None:
     found = []
     for budget in (64, 7):
@@ -82,6 +83,7 @@ def test_batches_and_prefix_hits_give_equal_logits(family: Path) -> None:
     assert (torch.stack(batched["d", 0].logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(FAMILIES)],

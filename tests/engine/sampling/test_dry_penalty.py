@@ -61,6 +61,7 @@ penalties = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(penalties, st.lists(st.integers(0, 4), max_size=90), st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_penalty_equals_its_definition_for_text_in_any_pieces(
@@ -75,6 +76,7 @@ def test_the_penalty_equals_its_definition_for_text_in_any_pieces(
     same(found(repeats), by_definition(text[: cuts[0]], s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "last_n", [7, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
 )

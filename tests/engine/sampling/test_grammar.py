@@ -241,6 +241,7 @@ def test_the_number_of_grammars_of_waiting_requests_is_limited(monkeypatch: pyte
     assert all(re.fullmatch(f"{i:03}[a-z]", text(found[f"r{i}", 0])) for i in range(1, 9))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
 @pytest.mark.parametrize(
     "proposing", [{"speculative_ngram": 6}, {"speculative_model": str(DEMO), "speculative_adaptive": False}]

@@ -54,6 +54,7 @@ def alone() -> dict[tuple[str, int], list[int]]:
     return {key: ids for name in KINDS for key, ids in tokens(core, name).items()}
 
 
+@pytest.mark.slow
 def test_kinds_differ_and_grammars_match() -> None:
     found = alone()
     assert len({tuple(ids) for ids in found.values()}) == len(found) == len(KINDS) + 1
@@ -61,6 +62,7 @@ def test_kinds_differ_and_grammars_match() -> None:
     assert len(said) == 5 and all(re.fullmatch(r"\w+( and \w+){12}", text.strip()) for text in said)
 
 
+@pytest.mark.slow
 def test_requests_draw_the_same_together_and_alone() -> None:
     assert tokens(make_core(DEMO, deterministic=True)) == alone()
     assert tokens(make_core(DEMO, deterministic=True, max_num_seqs=3), *reversed(KINDS)) == alone()

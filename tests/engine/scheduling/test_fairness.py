@@ -29,6 +29,7 @@ def ends_of(scheduler: Scheduler, executor: FakeExecutor) -> list[str]:
     return ends
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     lengths=st.fixed_dictionaries({name: st.lists(st.integers(1, 50), min_size=30, max_size=30) for name in "ab"}),

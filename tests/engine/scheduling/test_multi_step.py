@@ -54,6 +54,7 @@ def scaled_traffic() -> list[EngineRequest]:
     return sent
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("model", "sent", "options"),
     [

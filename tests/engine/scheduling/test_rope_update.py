@@ -76,6 +76,7 @@ def assert_same(got: Finished, right: Finished) -> None:
     assert got.outputs[-1].rotary == right.outputs[-1].rotary
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_result_depends_on_the_request_only(case: str, models: dict[str, Path]) -> None:
     model = models[CASES[case][0]]

@@ -42,6 +42,7 @@ def both(
     return core, run_checked(core, sent()), want
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -71,6 +72,7 @@ def test_tokens_equal_those_without_speculation(
     assert stats.generation_tokens == sum(len(result.token_ids) for result in got.values())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("length", "seed", "period"), [(60, 4, 2), (1100, 3, 11)], ids=["row by row", "as a chunk"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
 def test_loop_needs_fewer_steps(length: int, seed: int, period: int, deterministic: bool) -> None:
@@ -117,6 +119,7 @@ SCALINGS = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling["rope_type"]))
 @pytest.mark.parametrize("update", ["frozen", "recompute", "rotate", "exact"])
 def test_proposals_end_before_a_frequency_change(

@@ -91,6 +91,7 @@ def test_groups_of_heads(form: Library, heads: int, kv_heads: int) -> None:
         check(AttentionCase(shapes, heads=heads, kv_heads=kv_heads, dim=16, page_type=page_type), form)
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("page_type", PAGE_TYPES)
 @pytest.mark.parametrize("dim", [256, 512])
 def test_groups_of_wide_heads(form: Library, dim: int, page_type: torch.dtype) -> None:

@@ -76,6 +76,7 @@ def random_weight(backend: Backend, storage: str, rows: int, columns: int, seed:
     return weight
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(
     "storage", slow_but(["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"], "bfloat16", "q4_k", "stacked")
 )

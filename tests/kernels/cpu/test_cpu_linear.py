@@ -295,6 +295,7 @@ def test_backends_multiply_by_panels(rows: int) -> None:
     assert torch.equal(deterministic.linear(x, laid_out)[:1], alone)
 
 
+@pytest.mark.slow
 def test_backends_choose_panels_for_16_bits_without_native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
     wide, narrow = torch.float32, torch.bfloat16

@@ -119,6 +119,7 @@ def test_rotary_angles_do_not_depend_on_other_rows(backend: Backend, half: int) 
     assert torch.equal(torch.stack(row_independent.rotary_angles(inv_freq, rows, positions)), both)
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])
 @pytest.mark.parametrize("window", slow_but([None, 1, 40, 300], None, 40))
 def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, window: int | None) -> None:

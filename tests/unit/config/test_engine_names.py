@@ -46,6 +46,7 @@ def messages(tree: ast.AST) -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
+@pytest.mark.slow
 def test_names_in_engine_messages_are_options() -> None:
     texts = [text for path in ENGINE.rglob("*.py") for text in messages(ast.parse(path.read_text(encoding="utf-8")))]
     named = {name for text in texts for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[=`]", text)}

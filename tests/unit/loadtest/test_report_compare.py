@@ -65,6 +65,7 @@ def test_one_run_of_each_side_gets_no_verdict():
     assert found.intervals_over == "requests within a run" and found.runs == (1, 1) and found.paired
 
 
+@pytest.mark.slow
 def test_drift_between_runs_is_not_a_difference():
     """A verdict is by chance here. Figures of one run are correlated, so that chance verdicts are rarer than 1 in 20."""
     lucky = 0
@@ -152,6 +153,7 @@ def test_growing_waits_are_cautioned():
     assert not any("first run: time to first token" in caution for caution in found.cautions)
 
 
+@pytest.mark.slow
 def test_requests_pair_by_index_and_length_only():
     run = simulated_run(count=40)
     shuffled = dataclasses.replace(run, records=tuple(reversed(run.records)))
@@ -193,6 +195,7 @@ def with_cache(run: RunResult, cached: float, reused: float | None) -> RunResult
     return dataclasses.replace(run, records=tuple(records))
 
 
+@pytest.mark.slow
 def test_cache_shares_are_compared_where_both_sides_report_them():
     runs = [simulated_run(count=40, seed=seed) for seed in (1, 2, 3)]
     plain = [with_cache(run, 0.3 + 0.01 * k, 0.0) for k, run in enumerate(runs)]

@@ -304,6 +304,7 @@ def test_connections_are_reused_unless_idle_for_long(monkeypatch):
         assert llm.connections == 2 + 6
 
 
+@pytest.mark.slow
 def test_connections_are_reused_once_one_has_stayed_open():
     with scripted_llm(stream(0.03, 0.03)) as llm:
         result = run(llm, count=12)
@@ -564,6 +565,7 @@ def test_progress_is_reported():
     assert len(result.completed) == 2 and seen[0][0] == "preparing"
 
 
+@pytest.mark.slow
 def test_offered_rate_covers_the_requests_of_the_run():
     trace = [TraceEntry(line=line, max_tokens=1, prompt="a") for line in range(1, 7)]
     times = Replay([0.0, 0.1, 0.2, 60.0, 60.001, 60.002])
@@ -621,6 +623,7 @@ def test_idle_generator_is_not_the_limit():
         assert generator["limited"] is False and generator["reasons"] == []
 
 
+@pytest.mark.slow
 def test_blocked_generator_is_reported_as_the_limit():
     def hog(snapshot) -> None:
         time.sleep(0.5)  # blocks the event loop
@@ -630,6 +633,7 @@ def test_blocked_generator_is_reported_as_the_limit():
     assert generator["limited"] is True and "late" in generator["reasons"][0]
 
 
+@pytest.mark.slow
 def test_busy_generator_is_reported_as_the_limit():
     """Each chunk costs the generator as much time as on a slow machine."""
     from windlass.clients.loadtest.timed_requests import TimedResponse

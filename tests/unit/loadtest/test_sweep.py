@@ -259,6 +259,7 @@ def test_a_sweep_needs_an_slo():
         search(Server(1).run, slo={})
 
 
+@pytest.mark.slow
 def test_runs_draw_different_prompts_and_files_contain_all_runs(tmp_path):
     spec = WorkloadSpec(input_len=Lengths.fixed(6), output_len=Lengths.fixed(2))
 

@@ -47,6 +47,7 @@ PLAYS = {
 }
 
 
+@pytest.mark.slow
 def test_figures_equal_the_times_recorded_by_the_server():
     with scripted_llm(*PLAYS.values()) as llm:
         result = run(llm, len(PLAYS))
@@ -333,6 +334,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("play", BROKEN, ids=lambda play: play.__name__)
 def test_broken_streams_are_failures_by_kind(play):
     kind, message = BROKEN[play]

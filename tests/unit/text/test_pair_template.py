@@ -29,6 +29,7 @@ def rendered(source: str, query: str, document: str, instruction: str | None) ->
     return ChatTemplate(source).render([*system, *messages])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("source", [QWEN3_RERANKER_TEMPLATE, PAIR_TEMPLATE, TWICE])
 @given(query=TEXTS, document=TEXTS, instruction=st.none() | TEXTS)
 def test_filling_is_rendering(source: str, query: str, document: str, instruction: str | None) -> None:
@@ -70,6 +71,7 @@ def test_only_templates_that_name_both_roles_are_pair_templates() -> None:
     assert not names_pair_roles("{% if message.role == 'user' %}{{ documents }} the query: 'document'{% endif %}")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("source", [QWEN3_RERANKER_TEMPLATE, TWICE])
 @pytest.mark.parametrize("keep_first", [True, False])
 @given(document=st.text(max_size=60), spare=st.integers(-3, 40))

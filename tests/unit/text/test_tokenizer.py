@@ -224,6 +224,7 @@ def test_text_of_partial_and_special_tokens():
     assert fallback.token_bytes(fallback.backend.token_to_id("<0xE6>")) == b"\xe6"
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["byte_level", "llama_style", "gemma_style", "composed"])
 @given(text=st.one_of(st.text(max_size=60), st.text(alphabet="e\u0301o\u0323\u0302 ^", max_size=60)))
 @settings(max_examples=150, deadline=None)

@@ -49,6 +49,7 @@ def work(core: EngineCore, *, repeat: bool = True) -> Results:
     return found | run(core, [greedy(f"b{i}", PROMPT[: 5 + i], 30, adapter=(3, None, 2)[i]) for i in range(3)])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -101,6 +101,7 @@ def sources(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Adap
     return tuple(AdapterSource(i, f"a{i}", str(path)) for i, path in enumerate(made, start=1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}],
@@ -432,6 +433,7 @@ def trained(model: Path, target: Path, **config: Any) -> torch.nn.Module:
     return adapted.merge_and_unload().eval()  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("family", "config"),
     [

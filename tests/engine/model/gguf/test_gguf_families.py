@@ -133,6 +133,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert difference(found, wanted) < 1e-5
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("case", CASES)
 def test_file_gives_the_logits_of_transformers(case: str, source_of: SourceOf, tmp_path: Path) -> None:
     source, request = source_of(case), greedy("a", PROMPT, 3)
@@ -164,6 +165,7 @@ def test_granite_hybrid_rotates_where_the_file_says_so(case: str, source_of: Sou
 # -- metadata and layout flags change logits ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
@@ -703,6 +705,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
+@pytest.mark.quick_cases(93)
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [

@@ -50,6 +50,7 @@ def sent() -> list[EngineRequest]:
     return [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_proposals_and_answers_are_those_of_the_checkpoint(
     family: str, source_of: Callable[[str], Path], tmp_path: Path

@@ -72,6 +72,7 @@ def assert_same_numbers(got: Path, want: Path, **options: Any) -> None:
         assert torch.equal(numbers_of(weight), numbers_of(other)), name
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", [*BLOCKS, "F16", "BF16", "F32"])
 def test_every_type_has_the_numbers_of_the_file(kind: str, interleaved: bool, llama: Path, tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def test_every_type_has_the_numbers_of_the_file(kind: str, interleaved: bool, ll
         assert_same_logits(make_core(made.derived), made.plain, None)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_has_the_numbers_of_the_file(family: str, tmp_path: Path) -> None:
     source = make_model(family, tmp_path / "source", **{**WIDE, **of_family(family)})
@@ -103,6 +105,7 @@ def test_every_family_has_the_numbers_of_the_file(family: str, tmp_path: Path) -
     assert core.info.quantization is not None and core.info.quantization.startswith("GGUF ")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["Q5_K", "Q6_K"])
 def test_per_layer_embeddings_are_gathered_from_blocks(kind: str, tmp_path: Path) -> None:
     source = make_model(
@@ -126,6 +129,7 @@ def of_family(family: str) -> dict[str, Any]:
     return {"max_window_layers": 1} if family == "qwen2" else {}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_deterministic_bits_are_equal_in_batches_and_chunks(
     compiled: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

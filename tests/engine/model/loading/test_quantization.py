@@ -92,6 +92,7 @@ def logits_of(finished: dict[tuple[str, int], Finished]) -> dict[str, torch.Tens
     return {name: torch.stack(result.logits) for (name, _), result in finished.items()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_deterministic_bits_are_equal_in_batches_and_chunks(
@@ -198,6 +199,7 @@ def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
     return target
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
 def test_logits_equal_transformers_with_the_quantized_weights(family: str, width: str, tmp_path: Path) -> None:

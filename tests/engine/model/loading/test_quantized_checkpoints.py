@@ -182,6 +182,7 @@ def forms(loaded: LoadedModel) -> list[str]:
     return block_formats(loaded.decoder.spec, loaded.decoder.plan)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", KEPT)
 def test_suitable_weights_are_stored_as_blocks(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, stored = KEPT[case]
@@ -195,6 +196,7 @@ def test_suitable_weights_are_stored_as_blocks(case: str, llama: Path, tmp_path:
     assert_same_logits(model, plain, exact=False)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", DEQUANTIZED)
 def test_unsuitable_weights_are_dequantized_with_a_notice(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, reason = DEQUANTIZED[case]

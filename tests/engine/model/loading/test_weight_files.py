@@ -120,6 +120,7 @@ def test_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
         list(read_tensors(path, nowhere))
 
 
+@pytest.mark.slow
 def test_loading_does_not_duplicate_weights(tmp_path: Path) -> None:
     """The peak grows by 300 MB of weights and little more, without transformers and without a mapped file."""
     names = [f"w{i}" for i in range(10)]
@@ -150,6 +151,7 @@ def finite(tensor: torch.Tensor) -> bool:
     return all_finite(tensor.view(torch.uint8).numpy().data, tensor.dtype)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 )

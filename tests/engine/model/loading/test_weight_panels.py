@@ -93,6 +93,7 @@ def test_dummy_weights_are_equal_in_panels(dtype: str, tmp_path: Path, monkeypat
         assert torch.equal(weight, rows[name]), name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compute", ["auto", "float16", "bfloat16"])
 def test_deterministic_bits_do_not_depend_on_the_batch(compute: str, tmp_path: Path) -> None:
     directory = stored_as(make_model("qwen3", tmp_path), "bfloat16" if compute == "auto" else compute)

@@ -66,6 +66,7 @@ def assert_equal(found: dict[Any, Finished], expected: dict[Any, Finished], boun
 QUICK = ("llama_bias", "gemma3", "gpt_neox", "hunyuan", "gpt_oss")
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in SPLIT]
 )
@@ -186,6 +187,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.usefixtures("plain_torch")
 @pytest.mark.parametrize(
     ("family", "options"),

@@ -96,6 +96,7 @@ def test_template_of_wrong_type(template):
     assert "tokenizer.chat_template should be a str, not a" in refused(metadata)
 
 
+@pytest.mark.slow
 def test_many_added_tokens_of_alternating_kinds_are_fast():
     count = 100_000  # added one at a time, they would take hours
     metadata = vocabularies.byte_level()

@@ -88,6 +88,7 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # has no grammar
 def test_sampled_texts_are_calls(
@@ -186,6 +187,7 @@ FURTHER: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("schema", [PLAIN, FURTHER, {**PLAIN, "$id": "elsewhere"}], ids=["own", "json", "all json"])
 def test_gemma4_values(schema: dict[str, Any], backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     """Values are in Gemma's notation and alphabetical order where that supports the schema, otherwise in JSON."""
@@ -261,6 +263,7 @@ def test_schemas_without_a_pythonic_grammar(schema: dict[str, Any]) -> None:
     assert FORMATS["pythonic"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps)) is None
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])
 def test_unnamed_members_are_not_permitted(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     """Unsupported keywords are ignored, because the function is not strict."""

@@ -220,6 +220,7 @@ def test_in_call_at_the_end_of_a_text(kind: type[StreamParser], text: str, is_op
         assert not (one := make(kind, max_calls=0)).in_call and read(one, text) and not one.in_call
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
 def test_result_does_not_depend_on_the_split(kind: type[StreamParser], text: str, expected: Made) -> None:
     assert read(make(kind), text) == expected

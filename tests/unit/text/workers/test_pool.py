@@ -177,6 +177,7 @@ def test_a_chat_is_rendered_and_tokenized_in_one_job(pool: TextPool) -> None:
     assert pool.jobs == before + 2
 
 
+@pytest.mark.slow
 def test_each_phase_of_a_chat_has_its_own_limits(pool: TextPool) -> None:
     async def main() -> None:
         short = Limits(1.0, 64 * MIB)
@@ -193,6 +194,7 @@ def test_each_phase_of_a_chat_has_its_own_limits(pool: TextPool) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_process_is_replaced_after_a_chat_that_renders_into_a_large_text() -> None:
     made = make_pool()
     try:
@@ -246,6 +248,7 @@ def test_a_pattern_that_backtracks_is_an_error_of_the_text() -> None:
         made.close()
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_from_outside_are_replaced() -> None:
     made = make_pool()
     try:
@@ -324,6 +327,7 @@ def stop(pool: TextPool) -> int:
     return fork_server(pool)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_hangs_is_replaced() -> None:
     made = make_pool()
     try:
@@ -336,6 +340,7 @@ def test_a_fork_server_that_hangs_is_replaced() -> None:
         made.close()
 
 
+@pytest.mark.slow
 def test_late_answers_of_a_fork_server_are_discarded() -> None:
     made = make_pool()
     try:
@@ -394,9 +399,9 @@ def test_cancelling_ends_the_process_and_frees_the_slot() -> None:
 @pytest.mark.parametrize(
     ("templates", "problem"),
     [
-        ({"chat_template": "{% if %}"}, r"chat template cannot be used: .*does not parse.*--chat-template"),
-        ({"pair_template": "{% for"}, "--rerank-template.*does not parse"),
-        ({"pair_template": "{{ messages[0].content }}"}, "--rerank-template.*role document"),
+        ({"chat_template": "{% if %}"}, r"chat template cannot be used: .*does not parse.*`chat_template`"),
+        ({"pair_template": "{% for"}, "`rerank_template`.*does not parse"),
+        ({"pair_template": "{{ messages[0].content }}"}, "`rerank_template`.*role document"),
     ],
 )
 def test_a_template_that_cannot_be_used_ends_the_start_with_one_line(templates: dict[str, str], problem: str) -> None:
