@@ -76,7 +76,7 @@ test-gpu: MARKS ?= not slow and not soak
 test-gpu: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 test-gpu: export WINDLASS_TEST_DEVICE = $(DEVICE)
 test-gpu: $(VENV)/.installed-dev,e2e
-	$(PYTEST) -m "$(MARKS)" --dist $(if $(findstring not slow,$(MARKS)),loadscope,load) tests/kernels/triton tests/engine; engines=$$?; \
+	$(PYTEST) -m "$(MARKS)" --dist $(if $(findstring not slow,$(MARKS)),loadscope,load) tests/kernels/triton_programs tests/engine; engines=$$?; \
 	$(PYTEST) -m "$(MARKS)" tests/api/startup tests/api/cli tests/e2e/test_end_to_end.py tests/e2e/test_*_over_http.py && exit $$engines
 
 check: $(VENV)/.installed-dev

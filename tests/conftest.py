@@ -42,7 +42,7 @@ _LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_simulation
 # `make test` runs these folders, apart from tests marked slow or soak. Triton's interpreter is slow.
 _TESTS = Path(__file__).parent
 _QUICK = ("unit", "kernels", "engine", "api")
-_NOT_QUICK = _TESTS / "kernels" / "triton"
+_NOT_QUICK = _TESTS / "kernels" / "triton_programs"
 
 
 def pytest_unconfigure() -> None:

@@ -117,7 +117,7 @@ def test_gpu_target_tests_engines_kernels_and_servers(tmp_path: Path) -> None:
     assert lines[0].endswith("; engines=$?; \\") and lines[1].endswith(" && exit $engines")  # both run, and both count
     assert all('-n 14 --dist loadfile -m "slow"' in line for line in lines) and "--dist load " in lines[0]
     paths = [word for line in lines for word in line.replace(";", "").split() if word.startswith("tests/")]
-    assert {"tests/kernels/triton", "tests/engine", "tests/api/startup"} <= set(paths)
+    assert {"tests/kernels/triton_programs", "tests/engine", "tests/api/startup"} <= set(paths)
     assert all(list(ROOT.glob(path)) for path in paths)
 
 
