@@ -93,6 +93,7 @@ def test_delta_rule_against_formula(
     assert_formulas(change, DeltaRule.random(rows, key_heads, heads, key_dim, value_dim, dtype), rows)
 
 
+@pytest.mark.quick_cases(39)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(HEADS, [(1, 1, 4, 8), (1, 3, 12, 5), (2, 4, 17, 33), (1, 2, 64, 80), (2, 2, 40, 150)])
 def test_state_space_against_formula(

@@ -582,6 +582,7 @@ def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
     assert "has no key" in error_of(capsys, "serve", "--api-key-file", str(tmp_path / "keys"))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "engine"]])
 def test_the_short_help_refers_to_the_complete_one(command, capsys):
     assert cli.run([*command, "--help-all"]) == 0

@@ -164,6 +164,7 @@ class Tagged(pydantic.BaseModel):
     tags: Annotated[set[str], pydantic.Field(min_length=2)]
 
 
+@pytest.mark.quick_cases(1)
 async def test_set_is_requested_and_validated_by_its_model(kind: str) -> None:
     """No grammar enforces `uniqueItems`: the server ignores it for a pydantic model, which validates, or refuses it."""
     texts = ['{"tags": ["b", "a", "b"]}', '{"tags": ["b", "b"]}']

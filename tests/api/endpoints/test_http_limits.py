@@ -187,6 +187,7 @@ BAD_JSON: list[Any] = [
 ]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("body", BAD_JSON, ids=lambda body: repr(body[:30]))
 def test_json_that_is_not_a_valid_body(live: Live, body: bytes) -> None:
     begin = time.monotonic()

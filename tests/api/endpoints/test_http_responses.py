@@ -231,6 +231,7 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
     assert live.refuse(PATH, {"input": "a", "stream": True}, 503)["code"] == "engine_unavailable"
 
 
+@pytest.mark.slow
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
     """Keep-alive comments were sent before, so the status is already 200."""
     with live_server(stream_comment_seconds=0.02) as quick:

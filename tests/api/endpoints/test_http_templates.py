@@ -115,6 +115,7 @@ def test_template_is_applied() -> None:
         assert live.tokenizer.encode(text, add_special_tokens=False) == ids
 
 
+@pytest.mark.slow
 def test_invalid_templates_are_named(live: Live) -> None:
     assert live.refuse("/apply_template", {"messages": []})["param"] == "messages"
     assert live.refuse("/apply_template", {"prompt": "a"})["type"] == "invalid_request_error"

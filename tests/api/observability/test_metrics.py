@@ -123,6 +123,7 @@ def test_values_of_metrics() -> None:
         assert samples(live)["engine_up"] == 0
 
 
+@pytest.mark.slow
 def test_two_apps_have_separate_metrics(live: Live) -> None:
     with live_server() as other:
         other.complete(max_tokens=1)

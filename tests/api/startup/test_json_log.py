@@ -122,6 +122,7 @@ def test_output_of_libraries_and_tracebacks_becomes_objects(tmp_path: Path) -> N
     assert all(each["process"] == "engine" for each in found)
 
 
+@pytest.mark.slow
 def test_a_failed_start_is_an_object() -> None:
     command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "/no/such", "--log-format", "json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}

@@ -248,6 +248,7 @@ def test_options_that_would_refuse_every_request_end_the_start(options, named, t
         check_model(engine, model, ServerOptions(**options))
 
 
+@pytest.mark.slow
 def test_a_missing_tokenizer_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with Served(tmp_path, SCRIPT_LOAD_SECONDS="100") as served:

@@ -262,6 +262,7 @@ SCALINGS = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("scaling", "says"), SCALINGS, ids=lambda value: str(value)[:30])
 def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
     real = scaling == LISTS

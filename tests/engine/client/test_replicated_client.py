@@ -140,6 +140,7 @@ async def test_request_that_kills_an_engine_is_not_moved():
         assert client.restarts == 1
 
 
+@pytest.mark.slow
 async def test_requests_fail_when_all_engines_are_gone():
     async with running() as client:
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=100_000))) for n in range(6)]
@@ -156,6 +157,7 @@ async def test_requests_fail_when_all_engines_are_gone():
         assert len(await tokens(client, request("new"))) == 5
 
 
+@pytest.mark.slow
 async def test_queue_limit_covers_all_replicas():
     async with running(max_waiting=2) as client:
         lengths = [100_000, 100_000, 60, 60]  # the first two run, one per engine, and the others wait
@@ -205,6 +207,7 @@ async def test_adapters_are_loaded_in_all_and_restarted_engines():
         assert victim.adapter_ids == other.adapter_ids == frozenset()
 
 
+@pytest.mark.slow
 async def test_requests_are_routed_to_engines_with_their_adapter(tmp_path, caplog):
     async with running(max_num_seqs=4) as client:
         victim, other = client.engines

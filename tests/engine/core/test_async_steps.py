@@ -236,6 +236,7 @@ def test_async_scheduling_pauses_after_a_step_without_memory(
     assert counters.step_tokens_sum == 9 + 29
 
 
+@pytest.mark.slow
 @BURSTS
 def test_lasting_lack_of_memory_fails_the_newest_request(
     burst_seconds: float, directory_of: DirectoryOf, monkeypatch: pytest.MonkeyPatch

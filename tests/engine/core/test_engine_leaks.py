@@ -108,6 +108,7 @@ def sampled_tokens(core: EngineCore, request_id: str) -> dict[int, list[int]]:
     return made
 
 
+@pytest.mark.slow
 def test_ended_samples_free_their_blocks_and_others_continue() -> None:
     core = make_core(DEMO, kv_cache_memory=32 << 20)
     made = sampled_tokens(core, "three")

@@ -350,6 +350,7 @@ def test_the_fullest_device_limits_the_cache_of_all_ranks(tmp_path: Path, heads:
         assert run(core, asked)["a", 0].token_ids == expected["a", 0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpus_of_ranks")
 def test_a_rank_without_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", tmp_path / "model", max_position_embeddings=4096, num_key_value_heads=2)

@@ -291,6 +291,7 @@ def test_evicted_blocks_are_restored(engine: Engine, models: Models) -> None:
         assert core.stats().persist.read_blocks - read == FULL // 16
 
 
+@pytest.mark.slow
 def test_the_size_limit_holds(engine: Engine, models: Models, tmp_path: Path) -> None:
     probe = make_core(models["llama"])
     block = probe.info.kv_bytes_per_token * 16

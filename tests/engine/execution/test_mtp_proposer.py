@@ -129,6 +129,7 @@ def test_the_next_turn_finds_cached_keys_of_the_mtp_layer(directory_of: Director
     proposed.check(PredictionOracle("qwen3_next", directory, specs_of(core, greedy("b", turn))), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     slow_after(

@@ -70,6 +70,7 @@ def expected(core: EngineCore, directory: Path, request: EngineRequest, kind: st
     return made[kind]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["last", "mean", "first", "all"])
 @pytest.mark.parametrize("budget", slow_after(1, [7, 2048]))
 def test_pooled_rows_equal_transformers_in_any_chunks(directory: Path, kind: str, budget: int) -> None:

@@ -87,6 +87,7 @@ GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 PENALTIES = SamplingParams(max_tokens=64, temperature=0.0, repetition_penalty=1.1, ignore_eos=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "sampling"), slow_after(1, [("gemma3", PENALTIES), ("llama", GREEDY)]))
 def test_reads_and_lines_do_not_grow_with_the_context(family: str, sampling: SamplingParams, tmp_path: Path) -> None:
     directory = make_model(family, tmp_path)

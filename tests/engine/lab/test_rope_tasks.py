@@ -244,6 +244,7 @@ def test_custom_texts(run: Callable[..., int], tmp_path: Path) -> None:
     assert "cut from own.txt" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.quick_cases(23)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

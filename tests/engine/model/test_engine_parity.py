@@ -42,6 +42,7 @@ def check(core: EngineCore, directory: Path, request: EngineRequest, result: Fin
     assert result.token_ids == expected.argmax(dim=-1).tolist()
 
 
+@pytest.mark.quick_cases(12)
 def test_entire_prompt_equals_transformers(family: Path) -> None:
     core = make_core(family)
     request = greedy("a", prompt(40), 12)
@@ -83,6 +84,7 @@ def test_preempted_requests_equal_transformers(family: Path) -> None:
         check(core, family, request, results[request.request_id, 0])
 
 
+@pytest.mark.quick_cases(12)
 def test_prefix_hits_equal_transformers(family: Path) -> None:
     core = make_core(family)
     shared = prompt(48)

@@ -57,6 +57,7 @@ def error(core: EngineCore, directory: Path) -> float:
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("budget", slow_but([64, 7, 1], 7))
 def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
@@ -72,6 +73,7 @@ def test_deterministic_bits_are_equal_in_any_chunks(family: Path) -> None:
     assert error(core, family) < TOLERANCE
 
 
+@pytest.mark.quick_cases(9)
 def test_batches_and_prefix_hits_give_equal_logits(family: Path) -> None:
     core = make_core(family)
     alone = run(core, [greedy("a", PROMPT, 6)])["a", 0]

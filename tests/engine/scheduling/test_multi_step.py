@@ -151,6 +151,7 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+@pytest.mark.quick_cases(5)
 @needs_kernels
 @pytest.mark.parametrize(
     ("model", "options"),

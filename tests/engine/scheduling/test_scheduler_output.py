@@ -59,6 +59,7 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
     return sizes[-40:]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{}, {"speculation": 4}], ids=["plain", "speculation"])
 def test_plan_size_depends_on_new_events(options: dict[str, int]) -> None:
     short, long = decode_sizes(1_000, **options), decode_sizes(100_008, **options)

@@ -388,6 +388,7 @@ def test_penalties_count_accepted_tokens_only() -> None:
     assert result.token_ids == (4, 8)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "several",
     [{"speculative_ngram": 4, "speculative_ngram_min": 1}, {"burst_seconds": 1.0}],

@@ -28,6 +28,7 @@ def small_case(shapes: list[tuple[int, int]], **options: Any) -> AttentionCase:
     return AttentionCase(shapes, **{"dim": 6, "value_dim": 5, "block_size": 4, "poisoned": False, **options})
 
 
+@pytest.mark.quick_cases(2)
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

@@ -76,6 +76,7 @@ def test_open_loop_with_limited_concurrency():
     assert result.generator["send_lag_ms"]["p50"] == 0  # the generator did not delay the other four
 
 
+@pytest.mark.slow
 def test_no_request_is_sent_after_the_duration():
     with scripted_llm(stream(0.02, 0.02)) as llm:
         closed = run(llm, count=None, duration_s=0.3, concurrency=2)

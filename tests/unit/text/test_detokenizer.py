@@ -95,6 +95,7 @@ def lenient_utf8(data: bytes) -> str:
     return text
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["llama_style", "gemma_style", "metaspace"])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 40), max_size=6), skip=st.booleans())
 @settings(max_examples=150, deadline=None)

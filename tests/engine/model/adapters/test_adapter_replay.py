@@ -73,6 +73,7 @@ def test_recorded_steps_give_the_same_bits(family: str, options: dict[str, Any],
         assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 40
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
 def test_recorded_steps_with_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}

@@ -437,6 +437,7 @@ def dequantized(source: Path, directory: Path, kind: str) -> Path:
     return directory
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", GEMMA4)
 def test_blocks_of_gemma4_are_stored_unchanged(family: str, kind: str, tmp_path: Path) -> None:

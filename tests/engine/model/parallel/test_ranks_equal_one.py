@@ -90,6 +90,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("llama"), head_dim=32, intermediate_size=160, **wide)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -394,6 +394,7 @@ LONG = {
 }
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
 def test_work_is_linear_in_the_text(kind: type[StreamParser]) -> None:
     """Measured in characters buffered at each piece, not in time."""
