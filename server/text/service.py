@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
 from windlass.engine.errors import LoadError
+from windlass.server.config.option_names import with_option_names
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
@@ -90,7 +91,7 @@ def pool_errors_as_api_errors(param: str, *phases: Phase) -> Iterator[None]:
     try:
         yield
     except LoadError as error:
-        raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
+        raise unavailable(with_option_names(str(error)), code="text_unavailable", retry_after=1) from None
     except TextWorkerError as error:
         raise _api_error(error, param, phases[error.phase]) from None
 

@@ -17,7 +17,8 @@ from windlass.kernels.cpu.sources import fingerprint
 
 def commands(venv: Path, *words: str, folder: Path = ROOT) -> list[str]:
     """The commands that make would run, one per line."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "CXX"))}
+    others = ("MAKE", "MFLAGS", "CXX", "MARKS", "TESTERS")  # of a make that runs these tests
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     command = ["make", "--dry-run", f"VENV={venv}", *words]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=True)
     return run.stdout.splitlines()

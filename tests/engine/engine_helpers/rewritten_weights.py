@@ -28,7 +28,8 @@ def reconfigured(source: Path, target: Path, **keys: Any) -> Path:
     """Copy a model with other keys in config.json; None omits one."""
     shutil.copytree(source, target)
     config = json.loads((target / "config.json").read_text()) | keys
-    (target / "config.json").write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
+    kept = {key: one for key, one in config.items() if one is not None or key not in keys}
+    (target / "config.json").write_text(json.dumps(kept))
     return target
 
 
