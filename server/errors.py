@@ -121,6 +121,12 @@ def response_too_large(size: int, limit: int) -> ApiError:
     )
 
 
+def body_too_large(limit: int) -> ApiError:
+    """Error 413 for a body of more than `limit` bytes. It closes the connection, as the rest of the body is not read."""
+    message = f"the body is larger than {limit} bytes"
+    return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
 def unavailable(message: str, *, code: str, retry_after: int) -> ApiError:
     """Error 503: the server cannot accept work now, but will later."""
     return ApiError(503, message, code=code, retry_after=retry_after)

@@ -28,7 +28,7 @@ Unknown fields are refused by name, and `null` means that a field is absent. Typ
 COMMON_STATUSES = (408, 413, 429, 431, 500, 503)
 
 # Errors of connections that no route sees, so that they have OpenAI's form on every path.
-_CONNECTION_STATUSES = (408, 429, 503)
+_CONNECTION_STATUSES = (408, 413, 429, 503)
 
 # Name of the response in the components, and its description.
 _STATUSES = {

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.server.app.auth import CALLER
-from windlass.server.errors import ApiError, error_response, internal_error, is_messages_api
+from windlass.server.errors import ApiError, body_too_large, error_response, internal_error, is_messages_api
 from windlass.server.observability.logging import current_request, request_id
 
 UNCOUNTED_BYTES = 64 * 1024  # of each body; the number of such requests is limited instead
@@ -161,7 +161,9 @@ class LimitsMiddleware:
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if size > self._max_headers:
-            await self._refuse(431, f"the headers are larger than {self._max_headers} bytes", scope, receive, send)
+            message = f"the headers are larger than {self._max_headers} bytes"
+            error = ApiError(431, message, code="request_too_large", headers={"connection": "close"})
+            await error_response(error, scope)(scope, receive, send)
             return
         declared = next((value for name, value in headers if name == b"content-length"), b"0")
         length = int(declared) if declared.isdigit() and len(declared) < 20 else self._max_body + 1
@@ -200,12 +202,7 @@ class LimitsMiddleware:
             await self._refuse_body(scope, receive, send)
 
     async def _refuse_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._refuse(413, f"the body is larger than {self._max_body} bytes", scope, receive, send)
-
-    @staticmethod
-    async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(status, message, code="request_too_large", headers={"connection": "close"})
-        await error_response(error, scope)(scope, receive, send)
+        await error_response(body_too_large(self._max_body), scope)(scope, receive, send)
 
     @staticmethod
     async def _drain(receive: Receive, most: int) -> None:

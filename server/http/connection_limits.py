@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from windlass.engine.errors import LoadError
 from windlass.server.config.option import split
 from windlass.server.config.server_options import ConnectionOptions
-from windlass.server.errors import ApiError, unavailable
+from windlass.server.errors import INVALID_REQUEST, ApiError, body_too_large, unavailable
 from windlass.server.observability.logging import RateLimitedLogger
 
 Network = IPv4Network | IPv6Network
@@ -168,6 +168,23 @@ MALFORMED_REQUEST = PreparedResponse(
     ApiError(400, "the received bytes are not an HTTP/1.1 request", code="malformed_request")
 )
 
+FOLDED_LINE = PreparedResponse(
+    ApiError(400, "a header line begins with a space or tab: send each header on one line", code="malformed_request")
+)
+
+CONTENT_LENGTHS = PreparedResponse(
+    ApiError(400, "there are several values of Content-Length: send one", code="malformed_request")
+)
+
+UNKNOWN_CODING = PreparedResponse(
+    ApiError(
+        501,
+        "Transfer-Encoding must be chunked, and given once",
+        type=INVALID_REQUEST,
+        code="unsupported_transfer_encoding",
+    )
+)
+
 TINY_CHUNKS = PreparedResponse(
     ApiError(
         400,
@@ -175,6 +192,11 @@ TINY_CHUNKS = PreparedResponse(
         code="tiny_chunks",
     )
 )
+
+
+def oversized_chunk(max_body_bytes: int) -> PreparedResponse:
+    """Refusal of a chunk whose size alone is above the limit of a body."""
+    return PreparedResponse(body_too_large(max_body_bytes))
 
 
 # ---- the registry ----------------------------------------------------------------------------------------------------

@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import re
 import socket
 import struct
 import termios
 from collections.abc import Callable
-from typing import Any, cast
+from http import HTTPStatus
+from typing import Any, NoReturn, cast
 
 import h11
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from windlass.server.http.connection_limits import (
+    CONTENT_LENGTHS,
+    FOLDED_LINE,
     HEADER_TIMEOUT,
     MALFORMED_REQUEST,
     MANY_CHUNKS,
@@ -26,23 +31,41 @@ from windlass.server.http.connection_limits import (
     PIECES_PER_TURN,
     TINY_CHUNK,
     TINY_CHUNKS,
+    UNKNOWN_CODING,
     ConnectionRegistry,
+    PreparedResponse,
+    oversized_chunk,
 )
 from windlass.server.observability.logging import AccessLog, RateLimitedLogger
 
 # The system would buffer megabytes that a client never reads, and hide for minutes that it does not read.
 UNSENT_BYTES = 64 * 1024
 
+# h11 joins folded lines and repeated lengths before it returns a request.
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+
+_FOLDED = re.compile(rb"\n[ \t]")
+
+_CONTENT_LENGTH = re.compile(rb"\ncontent-length:([^\n]*)", re.IGNORECASE)
+
+# More digits than h11 reads as the size of a chunk.
+_OVERLONG_SIZE = re.compile(rb"[0-9A-Fa-f]{21}")
+
 
 class PacedConnection(h11.Connection):
     """The server's end of h11. It parses a share of the received bytes in each turn of the event loop.
 
-    has_tiny_chunks: the body was refused for its tiny chunks. discards_body: so is the rest of a body after its response.
+    It is stricter than h11, since a proxy in front may read ambiguous requests differently: see `_check_request`.
+
+    refusal: the response to what it refuses with RemoteProtocolError. discards_body: the rest of a body after its response is
+    discarded, because of its tiny chunks.
     """
 
-    def __init__(self, max_incomplete_event_size: int) -> None:
+    def __init__(self, max_incomplete_event_size: int, max_body_bytes: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
-        self.has_tiny_chunks = self.discards_body = False
+        self.refusal = MALFORMED_REQUEST
+        self.discards_body = False
+        self._max_body_bytes = max_body_bytes
         self._left = PIECES_PER_TURN
         self._begin_body()
 
@@ -56,15 +79,64 @@ class PacedConnection(h11.Connection):
         self._left = PIECES_PER_TURN
 
     def next_event(self) -> Any:
-        """See h11. Raises RemoteProtocolError if the chunks are tiny."""
+        """See h11. Raises RemoteProtocolError also for ambiguous requests, and for tiny and oversized chunks."""
         if self._left == 0 or self.discards_body:
             return h11.NEED_DATA
-        event = super().next_event()
+        received = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == HTTPStatus.NOT_IMPLEMENTED:
+                self.refusal = UNKNOWN_CODING
+            raise
+        if isinstance(event, h11.Request):
+            return self._check_request(event, received)
         if isinstance(event, h11.Data):
             self._count(event)
         elif isinstance(event, h11.EndOfMessage):
             self._begin_body()
+        if self.their_state is h11.SEND_BODY:
+            self._check_chunk_size()
         return event
+
+    def _check_request(self, request: h11.Request, received: bytes) -> h11.Request:
+        """Refuse a request whose end or fields another recipient may see elsewhere (RFC 9112, 5.2, 6.1 and 6.3).
+
+        With both Transfer-Encoding and Content-Length the first applies, and the connection closes after the response.
+        """
+        end = _END_OF_HEAD.search(received)
+        assert end is not None
+        lengths = _CONTENT_LENGTH.findall(received, 0, end.start())
+        if _FOLDED.search(received, 0, end.start()):
+            self._refuse(FOLDED_LINE)
+        if len(lengths) > 1 or any(b"," in value for value in lengths):
+            self._refuse(CONTENT_LENGTHS)
+        if not any(name == b"transfer-encoding" for name, _ in request.headers):
+            return request
+        if request.http_version < b"1.1":
+            self._refuse(MALFORMED_REQUEST)
+        if not lengths:
+            return request
+        headers = [(name, value) for name, value in request.headers if name != b"content-length"]
+        return h11.Request(
+            method=request.method,
+            target=request.target,
+            headers=[*headers, CLOSE_HEADER],
+            http_version=request.http_version,
+        )
+
+    def _check_chunk_size(self) -> None:
+        """Refuse a chunk above the limit of the body as soon as its size is known: its bytes may never arrive."""
+        # h11 has no other access to the size of a chunk.
+        missing = getattr(self._reader, "_bytes_in_chunk", 0)
+        if missing > self._max_body_bytes:
+            self._refuse(oversized_chunk(self._max_body_bytes))
+        if not missing and _OVERLONG_SIZE.match(self.trailing_data[0]):
+            self._refuse(MALFORMED_REQUEST)
+
+    def _refuse(self, refusal: PreparedResponse) -> NoReturn:
+        self.refusal = refusal
+        raise h11.RemoteProtocolError("refused by PacedConnection")
 
     def _begin_body(self) -> None:
         self._chunks = self._bytes = self._discarded_chunks = self._discarded_bytes = 0
@@ -79,17 +151,26 @@ class PacedConnection(h11.Connection):
             many = piece.chunk_end and self._discarded_chunks > MAX_DISCARDED_CHUNKS
             self.discards_body = many and self._discarded_bytes < TINY_CHUNK * self._discarded_chunks
         if piece.chunk_end and self._chunks > MANY_CHUNKS and self._bytes < TINY_CHUNK * self._chunks:
-            self.has_tiny_chunks = True
-            raise h11.RemoteProtocolError("a body of tiny chunks")
+            self._refuse(TINY_CHUNKS)
 
 
 class HttpProtocol(H11Protocol):
-    """A `Connection` that was added to `registry`. warning_log: shared by all connections, for uvicorn's warnings."""
+    """A `Connection` that was added to `registry`. warning_log: shared by all connections, for uvicorn's warnings.
 
-    def __init__(self, *args: Any, registry: ConnectionRegistry, warning_log: RateLimitedLogger, **kwargs: Any) -> None:
+    max_body_bytes: larger chunks are refused before they arrive.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        registry: ConnectionRegistry,
+        warning_log: RateLimitedLogger,
+        max_body_bytes: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         assert self.config.h11_max_incomplete_event_size is not None
-        self.conn: PacedConnection = PacedConnection(self.config.h11_max_incomplete_event_size)
+        self.conn: PacedConnection = PacedConnection(self.config.h11_max_incomplete_event_size, max_body_bytes)
         self._next_turn: asyncio.Handle | None = None
         self._registry = registry
         self.handshake_socket: socket.socket | None = None  # to abort a connection that has no transport yet
@@ -131,12 +212,12 @@ class HttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         # Data after a response, such as the rest of a body, cannot get another response.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write((TINY_CHUNKS if self.conn.has_tiny_chunks else MALFORMED_REQUEST).render())
+            self.transport.write(self.conn.refusal.render())
             self.conn.send_failed()  # the task of the request, if any, can send nothing more
         self.transport.close()
 
     def _replacement_warning(self) -> str | None:
-        return "A body in thousands of tiny chunks was refused." if self.conn.has_tiny_chunks else None
+        return "A body in thousands of tiny chunks was refused." if self.conn.refusal is TINY_CHUNKS else None
 
     def _unsupported_upgrade_warning(self) -> None:
         self.logger.warning("A client asked for an upgrade to another protocol; the response used HTTP/1.1.")

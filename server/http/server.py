@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 
 from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings
 from windlass.server.http.http_protocol import HttpProtocol
@@ -28,8 +29,6 @@ ACCEPT_RETRY_SECONDS = 0.25  # after an error; the listener stays readable, so a
 TLS_SHUTDOWN_SECONDS = 1.0  # to wait for the other end when a connection is closed
 
 TASK_SECONDS = 1  # for requests to notice that their connection was closed
-
-_CLOSE = (b"connection", b"close")
 
 _logger = logging.getLogger("windlass.server")
 
@@ -117,6 +116,7 @@ class HttpServer(uvicorn.Server):
     """Serves `app` on `listener`, which it closes, from `serve` to `stop`. It handles no signals.
 
     max_header_bytes: slightly more than the limit of the app, which refuses larger headers with a response.
+    max_body_bytes: the limit of the app; larger chunks are refused before they arrive.
     tls: None for plain HTTP.
     """
 
@@ -127,6 +127,7 @@ class HttpServer(uvicorn.Server):
         settings: ConnectionSettings,
         *,
         max_header_bytes: int,
+        max_body_bytes: int,
         access_log: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -146,6 +147,7 @@ class HttpServer(uvicorn.Server):
         self.registry = ConnectionRegistry(settings)
         self._warning_log = RateLimitedLogger(_logger, logging.WARNING)
         self._listener = listener
+        self._max_body_bytes = max_body_bytes
         self._tls = tls
         self._acceptor: Acceptor | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -157,8 +159,8 @@ class HttpServer(uvicorn.Server):
         """
         if self._acceptor is not None:
             self._acceptor.close()
-        self.config.encoded_headers.append(_CLOSE)  # uvicorn copies these once a second
-        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
+        self.config.encoded_headers.append(CLOSE_HEADER)  # uvicorn copies these once a second
+        self.server_state.default_headers = [*self.server_state.default_headers, CLOSE_HEADER]
 
     async def stop(self, seconds: float) -> None:
         """Stop accepting, wait up to `seconds` for requests in progress, then abort every connection."""
@@ -197,7 +199,12 @@ class HttpServer(uvicorn.Server):
             "server_state": self.server_state,
             "app_state": self.lifespan.state,
         }
-        return HttpProtocol(**arguments, registry=self.registry, warning_log=self._warning_log)
+        return HttpProtocol(
+            **arguments,
+            registry=self.registry,
+            warning_log=self._warning_log,
+            max_body_bytes=self._max_body_bytes,
+        )
 
     def _sweep(self) -> None:
         self._sweeper = asyncio.get_running_loop().call_later(self.registry.sweep_seconds, self._sweep)

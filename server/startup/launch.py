@@ -147,6 +147,7 @@ def _serve_with(engines: Engines, start: _StartOptions) -> int:
                     listener,
                     start.connection_limits,
                     max_header_bytes=settings.max_header_bytes,
+                    max_body_bytes=settings.max_body_bytes,
                     access_log=server.access_log,
                     tls=start.tls,
                 )

@@ -185,9 +185,17 @@ def live_server(
     named = {"default": template, "tool_use": tool_template}
     templates = {name: text for name, text in named.items() if text is not None}
     tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
-    app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
+    made = ServerSettings(served_model_name=MODEL, **settings)
+    app = create_app(engine, tokenizer, made)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(app, listener, connections or ConnectionSettings(), max_header_bytes=256 * 1024, tls=tls)
+    server = HttpServer(
+        app,
+        listener,
+        connections or ConnectionSettings(),
+        max_header_bytes=256 * 1024,
+        max_body_bytes=made.max_body_bytes,
+        tls=tls,
+    )
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:

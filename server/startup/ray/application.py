@@ -186,7 +186,13 @@ class Ingress:
         if spec.listener_actor is not None:
             limits = ConnectionSettings().capped_by_files(raise_file_limit())
             listener = await fetch_listener(spec.listener_actor)
-            self._http = HttpServer(self._app, listener, limits, max_header_bytes=settings.max_header_bytes)
+            self._http = HttpServer(
+                self._app,
+                listener,
+                limits,
+                max_header_bytes=settings.max_header_bytes,
+                max_body_bytes=settings.max_body_bytes,
+            )
             self._serving = asyncio.get_running_loop().create_task(self._http.serve(), name="http")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -362,7 +362,7 @@ def test_a_retired_server_announces_that_connections_close() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         held = listener.dup()  # another server accepts later
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = HttpServer(app, listener, ConnectionSettings(), max_header_bytes=65536)
+        server = HttpServer(app, listener, ConnectionSettings(), max_header_bytes=65536, max_body_bytes=65536)
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)

@@ -216,7 +216,13 @@ class World:
         connections = ConnectionSettings(
             max_connections=plan.max_connections, max_per_address=100, write_seconds=WRITE_SECONDS, idle_seconds=30.0
         )
-        self.server = server = HttpServer(app, self.listener, connections, max_header_bytes=65536)  # type: ignore[arg-type]
+        self.server = server = HttpServer(
+            app,
+            self.listener,  # type: ignore[arg-type]
+            connections,
+            max_header_bytes=65536,
+            max_body_bytes=settings.max_body_bytes,
+        )
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
         await engine.start()
