@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from windlass._version import __version__
@@ -112,6 +114,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_exception_handler(HTTPException, _on_http_exception)
     build_lock = threading.Lock()
     app.openapi = lambda: _cached_openapi(app, settings, build_lock)  # type: ignore[method-assign]
+    app.state.openapi_json = functools.cache(lambda: to_json(app.openapi()))
     app.add_route("/openapi.json", _send_openapi, include_in_schema=False)
 
     # The last one added is the outermost.
@@ -197,7 +200,7 @@ async def _send_openapi(request: Request) -> Response:
     """Send the document, which the first request builds, as most servers never need it, in a thread that delays no
     stream.
     """
-    return JSONResponse(await asyncio.to_thread(request.app.openapi))
+    return Response(await asyncio.to_thread(request.app.state.openapi_json), media_type="application/json")
 
 
 def _cached_openapi(app: FastAPI, settings: ServerSettings, build_lock: threading.Lock) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Version(StrictModel):
 _STATUS = Operation(response=Status, unready="The engine is not ready, or the connection was refused.")
 
 
-@router.endpoint("GET", "/health", _STATUS)
+@router.endpoint("GET", "/health", _STATUS, limited=False)
 async def health(request: Request) -> Response:
     """200 while the process and the engine are alive, draining included; lists recent faults."""
     state = state_of(request)
@@ -70,7 +70,7 @@ async def health(request: Request) -> Response:
     return _response(state, answer, state.engine.state == "ready")
 
 
-@router.endpoint("GET", "/ready", _STATUS)
+@router.endpoint("GET", "/ready", _STATUS, limited=False)
 async def ready(request: Request) -> Response:
     """200 while new work is accepted."""
     state = state_of(request)
@@ -78,13 +78,13 @@ async def ready(request: Request) -> Response:
     return _response(state, answer, answer.status == "ready")
 
 
-@router.endpoint("GET", "/version", Operation(response=Version))
+@router.endpoint("GET", "/version", Operation(response=Version), limited=False)
 async def version(request: Request) -> Response:
     """Version of the server."""
     return json_response(Version(version=request.app.version))
 
 
-@router.endpoint("GET", "/metrics", Operation(response=None, errors=(403,)))
+@router.endpoint("GET", "/metrics", Operation(response=None, errors=(403,)), limited=False)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     require_admin(request)

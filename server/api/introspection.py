@@ -16,7 +16,7 @@ from starlette.responses import Response
 from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
-from windlass.server.app.state import ServerState, caller_of, loaded_model, require_admin, state_of
+from windlass.server.app.state import ServerState, caller_of, loaded_model, owner_of, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
 from windlass.server.serving.prompts import check_token_ids
@@ -136,7 +136,7 @@ class AttentionMap(StrictModel):
     )
 
 
-@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)))
+@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)), limited=False)
 async def cache_pages(request: Request) -> Response:
     """Current contents of the cache: blocks by their state and owner, running sequences, and counters."""
     require_admin(request)
@@ -205,6 +205,7 @@ async def attention(request: Request) -> Response:
             caller=caller_of(request),
         )
         token_ids = prompt.token_ids
+    state.callers.charge_prompt_tokens(owner_of(request), len(token_ids))
     scaling = parse_rotation(body.rope_scaling, None, state.settings, info).scaling
     attention_query = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
     # One at a time, as each delays the steps of all other requests.

@@ -233,7 +233,7 @@ class ModelList(StrictModel):
     last_id: str = Field(description="Id of the last entry. Null if there is none.")
 
 
-@router.endpoint("GET", "/v1/models", Operation(response=ModelList))
+@router.endpoint("GET", "/v1/models", Operation(response=ModelList), limited=False)
 async def list_models(request: Request) -> Response:
     """List the served model under each of its names, and its adapters."""
     state = state_of(request)
@@ -245,7 +245,7 @@ async def list_models(request: Request) -> Response:
     return _json({"object": "list", "data": found, **ends})
 
 
-@router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)))
+@router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)), limited=False)
 async def get_model(request: Request, model: Annotated[str, Path(description="Name of a served model.")]) -> Response:
     """Describe the served model or an adapter."""
     state = state_of(request)

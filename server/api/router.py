@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from windlass.server.app.auth import CALLER
 from windlass.server.schemas.base import StrictModel
 
 BODY_ERRORS = (400, 404)
@@ -43,23 +46,43 @@ class Operation:
     stream_examples: Sequence[dict[str, Any]] = ()
 
 
+class LimitedRoute(APIRoute):
+    """A route whose requests count toward the limits of their API key, from before the body is read until the answer ends."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in self.methods:  # answered with 405
+            await super().handle(scope, receive, send)
+            return
+        with scope["app"].state.windlass.callers.running(scope.get(CALLER) or ""):
+            await super().handle(scope, receive, send)
+
+
 class ApiRouter(APIRouter):
     """The endpoints of one tag. description: of the tag. operations: by path and lower-case method."""
 
     def __init__(self, tag: str, description: str) -> None:
-        super().__init__(tags=[tag])
+        super().__init__(tags=[tag], route_class=LimitedRoute)
         self.tag = tag
         self.description = description
         self.operations: dict[tuple[str, str], Operation] = {}
 
-    def endpoint(self, method: str, path: str, operation: Operation, aliases: Sequence[str] = ()) -> Callable[[F], F]:
-        """Decorator of a route function. aliases: further paths, which the document omits."""
+    def endpoint(
+        self, method: str, path: str, operation: Operation, aliases: Sequence[str] = (), *, limited: bool = True
+    ) -> Callable[[F], F]:
+        """Decorator of a route function. aliases: further paths, which the document omits.
+
+        limited: whether requests count toward the limits of their API key. Only those that report a state which is known
+        anyway may be free.
+        """
+        route_class = LimitedRoute if limited else APIRoute
         self.operations[path.replace(":path}", "}"), method.lower()] = operation
 
         def decorate(function: F) -> F:
             for alias in aliases:
-                self.add_api_route(alias, function, methods=[method], include_in_schema=False)
-            self.add_api_route(path, function, methods=[method])
+                self.add_api_route(
+                    alias, function, methods=[method], include_in_schema=False, route_class_override=route_class
+                )
+            self.add_api_route(path, function, methods=[method], route_class_override=route_class)
             return function
 
         return decorate

@@ -98,18 +98,29 @@ class Callers:
         """The key with a digest that was found before; one without limits if it was removed or no key is required."""
         return self._keys.get(caller, _UNLIMITED_KEY)
 
-    def admit(self, caller: str) -> None:
-        """Count one request of `caller`. Raises ApiError 429 if it exceeds a limit."""
+    @contextmanager
+    def running(self, caller: str) -> Iterator[None]:
+        """Count a request of `caller`, in progress until the block ends. Raises ApiError 429 if it exceeds a limit."""
         key = self.key_of(caller)
-        self._check_concurrency(key)
+        name = key.name
+        if key.concurrency is not None and self._in_flight[name] >= key.concurrency:
+            text = f"{key.concurrency} requests of this key are in progress, its maximum"
+            self._refuse(key, "concurrency", text, 1.0)
         bucket = self._bucket(key, "requests_per_minute", key.requests_per_minute)
         if bucket is not None:
             if seconds := bucket.seconds_until(1.0):
                 text = f"this key may send {key.requests_per_minute:g} requests a minute"
                 self._refuse(key, "requests_per_minute", text, seconds)
             bucket.left -= 1.0
-        if key.name:
-            self.usage[key.name].requests += 1
+        if name:
+            self.usage[name].requests += 1
+        self._in_flight[name] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[name] -= 1
+            if self._in_flight[name] == 0:
+                del self._in_flight[name]
 
     def charge_prompt_tokens(self, caller: str, tokens: int) -> None:
         """Count the tokens of a request's prompts. Raises ApiError 429 if the key does not have that many left now.
@@ -147,25 +158,6 @@ class Callers:
     def is_admin(self, caller: str) -> bool:
         """Whether the caller may inspect and change shared state; true for all if no key is required."""
         return not self._keys or (caller in self._keys and self._keys[caller].admin)
-
-    @contextmanager
-    def running(self, caller: str) -> Iterator[None]:
-        """Count a request as in flight until the block ends. Raises ApiError 429 if too many others began since `admit`."""
-        key = self.key_of(caller)
-        self._check_concurrency(key)
-        name = key.name
-        self._in_flight[name] += 1
-        try:
-            yield
-        finally:
-            self._in_flight[name] -= 1
-            if self._in_flight[name] == 0:
-                del self._in_flight[name]
-
-    def _check_concurrency(self, key: ApiKey) -> None:
-        if key.concurrency is not None and self._in_flight[key.name] >= key.concurrency:
-            text = f"{key.concurrency} requests of this key are in progress, its maximum"
-            self._refuse(key, "concurrency", text, 1.0)
 
     def _bucket(self, key: ApiKey, limit: Limit, rate: float | None) -> _TokenBucket | None:
         if rate is None:

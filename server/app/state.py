@@ -180,8 +180,8 @@ class ServerState:
         self.conditions.update_count("engine_restarted", self.engine.restarts)
         self.conditions.update_count("text_process_lost", self.text.processes_lost)
 
-    def admit(self, caller: str = "") -> ModelInfo:
-        """The loaded model, if a new generation request of `caller` may start now. Raises ApiError 503 or 429 otherwise."""
+    def admit(self) -> ModelInfo:
+        """The loaded model, if a new generation request may start now. Raises ApiError 503 or 429 otherwise."""
         retry_after = self.settings.retry_after_seconds
         if self.draining:
             raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
@@ -196,7 +196,6 @@ class ServerState:
                 code="too_many_requests",
                 retry_after=retry_after,
             )
-        self.callers.admit(caller)
         return info
 
     def check_model(self, name: str | None) -> None:

@@ -14,7 +14,7 @@ from windlass.engine.interface.context import ContextRule, ContextSize, NonPrefi
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
-from windlass.server.app.state import ServerState, caller_of, state_of
+from windlass.server.app.state import ServerState, state_of
 from windlass.server.config.settings import ContextOverflow
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.observability.logging import set_request_id
@@ -108,7 +108,7 @@ def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:
         set_request_id(request.scope, body.request_id)
     state = state_of(request)
     state.check_model(body.model)
-    return state.admit(caller_of(request))
+    return state.admit()
 
 
 def build_engine_request(

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windlass.server.app.auth import CALLER
 from windlass.server.app.middleware import direct_send
 from windlass.server.app.state import ServerState, T
 from windlass.server.errors import ApiError, bad_request, error_body, internal_error, to_api_error
@@ -149,8 +148,7 @@ class Exchange(Response):
             timer = loop.call_at(self._deadline + self._state.settings.deadline_slack, self.stop, error)
         self._state.register(self)
         try:
-            with self._state.callers.running(scope.get(CALLER) or ""):
-                await self._task
+            await self._task
         finally:
             self._closed = True
             self._task.cancel()  # no effect unless the server is shutting down

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import tokenizers
+from fastapi import FastAPI
 from helpers.described import check, description
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level, taught
@@ -57,6 +58,7 @@ class Live:
     http: httpx.Client
     registry: ConnectionRegistry
     info: ModelInfo | None
+    app: FastAPI
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:
@@ -212,7 +214,7 @@ def live_server(
     url = f"http{'' if tls is None else 's'}://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=30, verify=tls is None, event_hooks={"response": [check]}) as http:
-            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry, engine.info)
+            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry, engine.info, app)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from fastapi.routing import iter_route_contexts
 from helpers.live_server import Live, live_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.server.config.api_keys import ApiKey
+
+# They report a state that is known anyway, or send a file.
+FREE = {
+    "/",
+    "/docs",
+    "/docs/{name}",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/ready",
+    "/redoc",
+    "/ui/{name:path}",
+    "/v1/cache",
+    "/v1/models",
+    "/v1/models/{model:path}",
+    "/version",
+}
 
 
 def named(name: str, **fields: object) -> ApiKey:
@@ -30,8 +49,9 @@ def live() -> Iterator[Live]:
         named("short", tokens_per_minute=10),
         named("single", concurrency=1),
         named("late", priority=3, share=0.25),
+        named("slow root", requests_per_minute=1, admin=True),
     )
-    with live_server(callers=callers) as live:
+    with live_server(callers=callers, attention_maps=True) as live:
         yield live
 
 
@@ -58,6 +78,82 @@ def test_requests_per_minute(live: Live, path: str) -> None:
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "1 requests a minute" in error["message"]
     assert live.post(path, body, headers=of("free")).status_code == 200
+
+
+def test_every_route_counts_requests_unless_it_is_free(live: Live) -> None:
+    """A new route counts them by default; one that is declared free has to be listed here."""
+    found: dict[str, set[str]] = {}
+    for route in iter_route_contexts(live.app.routes):
+        assert route.path is not None and route.methods
+        found.setdefault(route.path, set()).update(route.methods - {"HEAD"})
+    assert set(found) >= FREE and all(found[path] == {"GET"} for path in FREE) and len(found) > 40
+    assert live.http.post("/tokenize", json={"prompt": "a"}, headers=of("slow root")).status_code == 200
+    limited = set()
+    for template, methods in found.items():
+        path = re.sub(r"\{.+?\}", "x", template)
+        for method in methods:
+            body = None if method == "GET" else {}
+            for caller, status in (("slow root", 429), ("free", None)):
+                response = live.http.request(method, path, json=body, headers=of(caller))
+                refused = response.status_code == 429
+                assert refused == (status == 429 and template not in FREE), (method, template, response.text)
+                if refused:
+                    assert response.json()["error"]["code"] == "rate_limit_exceeded" or "/messages" in path
+                    limited.add(template)
+        assert live.http.options(path, headers=of("slow root")).status_code == 204
+        assert live.http.request("PUT", path, headers=of("slow root")).status_code == 405
+    assert limited == set(found) - FREE
+    assert live.state.callers.usage["slow root"].requests == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/tokenize", {"prompt": "hello"}),
+        ("POST", "/detokenize", {"tokens": [65]}),
+        ("POST", "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("POST", "/v1/responses/input_tokens", {"input": "hello"}),
+        ("POST", "/v1/rotary/inspect", {}),
+        ("POST", "/v1/completions", {"prompt": 3}),  # refused, but only after its body was read
+    ],
+)
+def test_a_request_that_generates_nothing_counts(live: Live, method: str, path: str, body: object) -> None:
+    statuses = [live.http.request(method, path, json=body, headers=of("slow")).status_code for _ in range(2)]
+    assert statuses[0] in (200, 400) and statuses[1] == 429
+    assert (live.state.callers.usage["slow"].requests, live.state.callers.usage["slow"].refused.total()) == (1, 1)
+
+
+def test_concurrency_counts_requests_that_generate_nothing(live: Live) -> None:
+    """A body that has not arrived is part of a request in progress."""
+    begun, rest = threading.Event(), threading.Event()
+
+    def body() -> Iterator[bytes]:
+        yield b'{"prompt":'
+        begun.set()
+        assert rest.wait(30)
+        yield b'"hello"}'
+
+    answers: list[int] = []
+    headers = {**of("single"), "content-type": "application/json"}
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{live.url}/tokenize", content=body(), headers=headers).status_code)
+    )
+    thread.start()
+    assert begun.wait(30)
+    live.wait(lambda: bool(live.on_loop(lambda: dict(live.state.callers._in_flight))))
+    refused = live.post("/detokenize", {"tokens": [65]}, headers=of("single"))
+    assert refused.status_code == 429 and "in progress" in refused.json()["error"]["message"]
+    rest.set()
+    thread.join(30)
+    assert answers == [200]
+    assert live.post("/detokenize", {"tokens": [65]}, headers=of("single")).status_code == 200
+
+
+def test_attention_counts_the_tokens_of_its_prompt(live: Live) -> None:
+    body = {"tokens": [65] * 8, "layer": 0, "head": 0}
+    answer = live.post("/v1/attention", body, headers=of("slow root"))
+    assert answer.status_code == 200, answer.text
+    assert live.state.callers.usage["slow root"].prompt_tokens == 8
 
 
 def test_tokens_per_minute_count_prompts_and_answers(live: Live) -> None:

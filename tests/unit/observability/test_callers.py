@@ -27,6 +27,12 @@ def key(name: str = "alice", **limits: object) -> ApiKey:
     return ApiKey(digest=name, name=name, admin=False, **limits)  # type: ignore[arg-type]
 
 
+def answer(callers: Callers, caller: str) -> None:
+    """Begin and end a request."""
+    with callers.running(caller):
+        pass
+
+
 def retry_after(error: pytest.ExceptionInfo[ApiError]) -> int:
     assert (error.value.status, error.value.code) == (429, "rate_limit_exceeded")
     return int(error.value.headers["retry-after"])
@@ -35,19 +41,19 @@ def retry_after(error: pytest.ExceptionInfo[ApiError]) -> int:
 def test_requests_a_minute() -> None:
     clock = Clock()
     callers = Callers([key(requests_per_minute=2), key("bob")], clock)
-    callers.admit("alice")
-    callers.admit("alice")
+    answer(callers, "alice")
+    answer(callers, "alice")
     with pytest.raises(ApiError) as error:
-        callers.admit("alice")
+        answer(callers, "alice")
     assert retry_after(error) == 30
-    callers.admit("bob")
+    answer(callers, "bob")
     clock.now += 30
-    callers.admit("alice")
+    answer(callers, "alice")
     clock.now += 1000  # at most the amount of a minute accumulates
-    callers.admit("alice")
-    callers.admit("alice")
+    answer(callers, "alice")
+    answer(callers, "alice")
     with pytest.raises(ApiError):
-        callers.admit("alice")
+        answer(callers, "alice")
     assert callers.usage["alice"].requests == 5
     assert callers.usage["alice"].refused == {"requests_per_minute": 2}
 
@@ -104,15 +110,15 @@ def test_admission_never_exceeds_the_rate(rate: int, events: list[tuple[float, i
 def test_concurrency() -> None:
     callers = Callers([key(concurrency=2), key("bob")], Clock())
     with callers.running("alice"), callers.running("bob"):
-        callers.admit("alice")
+        answer(callers, "alice")
         with callers.running("alice"):
             with pytest.raises(ApiError) as error:
-                callers.admit("alice")
+                answer(callers, "alice")
             assert retry_after(error) == 1
             with pytest.raises(ApiError):
                 callers.running("alice").__enter__()
-            callers.admit("bob")
-        callers.admit("alice")
+            answer(callers, "bob")
+        answer(callers, "alice")
     assert not callers._in_flight
 
 
@@ -135,20 +141,19 @@ def test_administrators() -> None:
 def test_remaining_callers_keep_their_usage() -> None:
     clock = Clock()
     callers = Callers([key(requests_per_minute=1), key("bob", requests_per_minute=1)], clock)
-    callers.admit("alice")
-    callers.admit("bob")
+    answer(callers, "bob")
     with callers.running("alice"):
         callers.replace([ApiKey(digest="new", name="alice", requests_per_minute=1, concurrency=1, admin=False)])
         assert callers.find("alice") is None and callers.find("bob") is None and callers.find("new") is not None
         with pytest.raises(ApiError):
-            callers.admit("new")  # another key of the same caller, whose request of this minute is used
+            answer(callers, "new")  # another key of the same caller, whose request of this minute is used
         clock.now += 60
         with pytest.raises(ApiError, match="in progress"):
-            callers.admit("new")
-    callers.admit("new")
+            answer(callers, "new")
+    answer(callers, "new")
     assert set(callers.usage) == {"alice"} and callers.usage["alice"].requests == 2
     callers.replace([key("bob", requests_per_minute=1)])
-    callers.admit("bob")  # a caller that was removed starts from zero
+    answer(callers, "bob")  # a caller that was removed starts from zero
 
 
 # ---- budget of body bytes ---------------------------------------------------------------------------------------------
