@@ -37,6 +37,7 @@ from windlass.server.api import (
 )
 from windlass.server.app import web_pages
 from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
+from windlass.server.app.host_check import HostMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
     LimitsMiddleware,
@@ -137,6 +138,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             expose_headers=["x-request-id", "request-id", "retry-after"],
             allow_credentials=False,
         )
+    if settings.checks_hosts or settings.checks_origins:
+        app.add_middleware(HostMiddleware, settings=settings)
     if state.tracing is not None:
         from windlass.server.observability.tracing import TracingMiddleware
 

@@ -40,8 +40,8 @@ _STATUSES = {
     401: ("Unauthorized", "A valid API key is required (`invalid_api_key`)."),
     403: (
         "Forbidden",
-        "The server is not configured for this (`adapters_fixed`, `attention_off`), or the key is not permitted to do it "
-        "(`not_an_administrator`).",
+        "The server is not configured for this (`adapters_fixed`, `attention_off`), the key is not permitted to do it "
+        "(`not_an_administrator`), or a web page of another origin asks (`origin_not_allowed`).",
     ),
     404: (
         "NotFound",
@@ -50,6 +50,7 @@ _STATUSES = {
     ),
     408: ("RequestTimeout", "The body (`body_timeout`) or the headers (`header_timeout`) did not arrive in time."),
     413: ("BodyTooLarge", "The body is too large (`request_too_large`)."),
+    421: ("MisdirectedRequest", "The server is not reached by the host of the request (`host_not_allowed`)."),
     429: (
         "TooManyRequests",
         "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "
@@ -83,6 +84,13 @@ _ERROR_EXAMPLES = (
     ),
     ApiError(408, "the body did not come in time", code="body_timeout"),
     ApiError(413, "the body is larger than 33554432 bytes", code="request_too_large"),
+    ApiError(
+        421,
+        "this server does not answer to the host 'example.org': if clients reach it by this name, start it with --allowed-hosts "
+        "example.org",
+        param="host",
+        code="host_not_allowed",
+    ),
     ApiError(
         429,
         "4096 requests are in progress, the most this server takes",
@@ -135,7 +143,7 @@ def openapi_document(app: FastAPI, routers: Sequence[ApiRouter], settings: Serve
     operations = {key: operation for router in routers for key, operation in router.operations.items()}
     document["components"] = {
         "schemas": schemas(operations.values()),
-        "responses": _error_responses(keys=settings.requires_key),
+        "responses": _error_responses(settings),
         "headers": HEADERS,
         "parameters": {"RequestId": _REQUEST_ID_PARAMETER},
     }
@@ -207,12 +215,20 @@ def _complete_operation(described: dict[str, Any], path: str, operation: Operati
             }
         described["requestBody"] = {"required": True, "content": {"application/json": media}}
     needs_key = settings.requires_key and path not in PUBLIC_PATHS
-    described["responses"] = _responses(operation, messages=is_messages_api({"path": path}), needs_key=needs_key)
+    statuses = {
+        *COMMON_STATUSES,
+        *operation.errors,
+        *((401,) if needs_key else ()),
+        *((403,) if settings.checks_origins else ()),
+        *((421,) if settings.checks_hosts else ()),
+    }
+    described["responses"] = _responses(operation, sorted(statuses), messages=is_messages_api({"path": path}))
     if settings.requires_key and not needs_key:
         described["security"] = []
 
 
-def _responses(operation: Operation, *, messages: bool, needs_key: bool) -> dict[str, Any]:
+def _responses(operation: Operation, statuses: Sequence[int], *, messages: bool) -> dict[str, Any]:
+    """The responses of an operation. statuses: those of errors."""
     media_type = "text/plain" if operation.response is None else "application/json"
     schema: dict[str, Any] = {"type": "string"} if operation.response is None else _reference(operation.response)
     content: dict[str, Any] = {media_type: {"schema": schema}}
@@ -226,8 +242,7 @@ def _responses(operation: Operation, *, messages: bool, needs_key: bool) -> dict
             for name, text in operation.links.items()
         }
     responses = {"200": success}
-    statuses = {*COMMON_STATUSES, *operation.errors, *((401,) if needs_key else ())}
-    for status in sorted(statuses):
+    for status in statuses:
         responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status, messages=messages)}"}
     if operation.unready is not None:
         # The endpoint's own response, or the error of a connection that no route sees.
@@ -273,9 +288,10 @@ def _response_name(status: int, *, messages: bool) -> str:
     return ("Messages" if messages else "") + _STATUSES[status][0]
 
 
-def _error_responses(*, keys: bool) -> dict[str, Any]:
-    """All error responses by name. keys: whether this server requires one."""
-    statuses = [status for status in _STATUSES if keys or status != 401]
+def _error_responses(settings: ServerSettings) -> dict[str, Any]:
+    """All error responses of this server by name."""
+    absent = {status for status, used in ((401, settings.requires_key), (421, settings.checks_hosts)) if not used}
+    statuses = [status for status in _STATUSES if status not in absent]
     return {
         _response_name(status, messages=messages): _error_response(status, messages)
         for messages in (False, True)

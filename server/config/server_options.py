@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
@@ -114,6 +116,18 @@ def _read_rope_policy(value: Any) -> str:
         wrong = next((word for word in policies if word not in known), "")
         raise UnusableValue(f"must be {_POLICY_FORM}, got {value!r}{did_you_mean(wrong, [*known, _EXACT])}")
     return str(value)
+
+
+def _host_pattern(given: str) -> str:
+    """A name of `allowed_hosts` in lower case. Raises LoadError."""
+    name = given.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    with contextlib.suppress(ValueError):
+        return str(ip_address(name))
+    if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", name, re.ASCII):
+        raise LoadError(
+            f"`allowed_hosts` must be names such as example.org or *.example.org, without scheme and port, got {given!r}"
+        )
+    return name
 
 
 _POLICY_FORM = "allow, profiles, off or exact, or two with a comma such as profiles,exact"
@@ -254,6 +268,13 @@ class ServerOptions(SamplingOptions):
         texts("ORIGIN"),
         default=None,
         help="Origin whose pages may call the API, such as https://example.org; repeatable or comma-separated. Default: none.",
+    )
+    allowed_hosts: list[str] | None = Panel.ACCESS.option(
+        texts("HOST"),
+        default=None,
+        help="Name by which clients reach the server, such as example.org, *.example.org for all names below it, or * for "
+        "any; repeatable or comma-separated. Requests for other names are refused; addresses are accepted where the server "
+        "listens on a network. Default: any name with an API key or on a network, else those of this machine (localhost).",
     )
     default_max_tokens: int = Panel.ANSWERS.option(
         TOKENS,
@@ -429,6 +450,7 @@ class ServerOptions(SamplingOptions):
             api_keys=plain,
             callers=callers,
             cors_origins=tuple(split(self.cors_origin)),
+            allowed_hosts=tuple(_host_pattern(each) for each in split(self.allowed_hosts)),
             attention_window=window,
             attention_sinks=sinks or 0,
             response_store_bytes=self.response_store,

@@ -18,6 +18,9 @@ MetricsNames = Literal["windlass", "vllm", "both"]
 
 ContextOverflow = Literal["error", "stop", "shift", "drop_turns"]
 
+# The kind of address at which a server listens.
+Binding = Literal["loopback", "network"]
+
 MIB = 2**20
 
 
@@ -74,6 +77,8 @@ class ServerSettings:
     served_model_name: model id in the API. other_model_names: further ids that requests may use.
     api_keys, callers: plain keys, and named ones with limits; if both are empty, no key is required.
     cors_origins: origins allowed by CORS, without credentials; empty: CORS is off.
+    binding: where the server listens; None: nowhere, as in `LLM`. allowed_hosts: names in lower case by which clients reach it,
+    `*.` before one for all names that end so, or `*` for any. See `checks_hosts` and `checks_origins`.
     default_max_tokens: of chats that set no limit; completions default to 16, as OpenAI's do.
     stream_comment_seconds: silence on a stream after which a comment line is sent (0: never).
     grace_seconds: time for running streams to finish once draining has begun.
@@ -115,6 +120,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     callers: tuple[ApiKey, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    binding: Binding | None = None
+    allowed_hosts: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     completion_max_tokens: int = 16
     stream_comment_seconds: float = 10.0
@@ -168,6 +175,16 @@ class ServerSettings:
     @property
     def requires_key(self) -> bool:
         return bool(self.api_keys or self.callers)
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether requests must name a loopback host or one of `allowed_hosts`; an address is enough on a network."""
+        return bool(self.allowed_hosts) or (self.binding == "loopback" and not self.requires_key)
+
+    @property
+    def checks_origins(self) -> bool:
+        """Whether requests of web pages must come from the server's own host, `allowed_hosts` or `cors_origins`."""
+        return self.binding == "network" and not self.requires_key
 
     @property
     def model_names(self) -> tuple[str, ...]:

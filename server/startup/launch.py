@@ -22,6 +22,7 @@ from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
 from windlass.engine.process_setup import gc_paused_imports
 from windlass.server.app.auth import reload_keys_on_sighup
+from windlass.server.app.host_check import binding_of
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import with_option_names
 from windlass.server.config.server_options import (
@@ -133,6 +134,7 @@ def _serve_with(engines: Engines, start: _StartOptions) -> int:
     )
     with listening as listener, exit_on_signals(signal.SIGINT, signal.SIGTERM):
         client.spawn()
+        settings = replace(settings, binding=binding_of(listener))
         url = _url(listener, start.tls is not None)
         loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
         if not _engine_may_refuse(engine):

@@ -186,7 +186,7 @@ def seconds_to_end_among_clients(model: Path, dial: Connect) -> float:
         answer.sendall(request("/detokenize", {"tokens": [65] * 1_000_000}))
         dial(url)
         dial(url).sendall(b"GET /hea")
-        dial(url).sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        dial(url).sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         for _ in range(4):
             dial(url).sendall(request("/tokenize", {"prompt": "word " * 400_000}))
         wait_for(lambda: open_files(served.process.pid) >= files + 9)

@@ -22,7 +22,7 @@ from pathlib import Path
 from helpers.raw_client import connect, is_open
 
 ROUND_SECONDS = 0.1
-HALF = b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: "
+HALF = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-padding: "
 
 
 class Crowd:

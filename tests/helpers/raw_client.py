@@ -28,7 +28,7 @@ def connect(url: str, source: str = "127.0.0.1", *, receive_buffer: int | None =
 def request(path: str, body: object = None, *headers: str) -> bytes:
     """Return the bytes of a GET, or of a POST with a body."""
     data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: x", *headers]
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: localhost", *headers]
     if body is not None:
         lines += ["content-type: application/json", f"content-length: {len(data)}"]
     return "\r\n".join([*lines, "", ""]).encode() + data
@@ -96,7 +96,7 @@ def crowd(url: str, count: int, source: str) -> Iterator[list[socket.socket]]:
             connections.append(connect(url, source))
             if number % 2:
                 with contextlib.suppress(ConnectionError):  # already refused
-                    connections[-1].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: ")
+                    connections[-1].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-padding: ")
         yield connections
     finally:
         for connection in connections:

@@ -49,7 +49,7 @@ SEE = {
     "serving.md#connections": ("max_connections", "header_timeout", "keep_alive_timeout", "write_timeout"),
     "serving.md#engine-restarts": ("crash_dir",),
     "serving.md#keeping-quantized-weights": ("weight_cache",),
-    "serving.md#keys-origins-tls": ("ssl_certfile", "api_key", "cors_origin"),
+    "serving.md#keys-origins-tls": ("ssl_certfile", "api_key", "cors_origin", "allowed_hosts"),
     "serving.md#named-keys-and-limits": ("api_key_file",),
     "serving.md#quantized-weights": ("quantization", "activations"),
     "serving.md#rotary-scaling-of-requests": ("rope_profile", "rope_policy"),

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from windlass._version import __version__
 from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.server.app.host_check import binding_of, is_loopback_host
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import moved_option_hint
 from windlass.server.config.option import options_of
 from windlass.server.config.option_names import with_keyword_names
 from windlass.server.config.server_options import ClusterOptions, ServerOptions, check_log_level
+from windlass.server.config.settings import Binding
 from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
 from windlass.server.http.listener import listen_tcp
 from windlass.server.http.server import HttpServer
@@ -173,6 +176,12 @@ class Ingress:
         spec.check()
         template = read_template(spec.server)
         path, engine, settings = await asyncio.to_thread(prepare, spec.model, spec.engine, spec.server)
+        listener = None if spec.listener_actor is None else await fetch_listener(spec.listener_actor)
+        if listener is None:
+            binding: Binding = "loopback" if is_loopback_host(spec.server.host.lower()) else "network"
+        else:
+            binding = binding_of(listener)
+        settings = replace(settings, binding=binding)
         self._client = RayClient(engines, engine.to_config(Path(path)))
         self._app = make_app(self._client, path, settings, template)
         state = self._app.state.windlass
@@ -183,9 +192,8 @@ class Ingress:
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._grace = settings.grace_seconds
-        if spec.listener_actor is not None:
+        if listener is not None:
             limits = ConnectionSettings().capped_by_files(raise_file_limit())
-            listener = await fetch_listener(spec.listener_actor)
             self._http = HttpServer(
                 self._app,
                 listener,
@@ -241,7 +249,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         return {name: given[name] for name in options_of(kind) if name in given}
 
     try:
-        engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
+        # The proxies listen at the address of the config's `http_options`, which is not known here.
+        engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**{"host": "0.0.0.0", **of(ServerOptions)})
         cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
         if cluster.listener != "proxy":
             raise LoadError("`listener`: with a Serve config, Ray's proxies listen: leave it out")
