@@ -115,7 +115,7 @@ def test_disconnected_client_frees_its_blocks(server: RealServer) -> None:
         generated = server.metric("windlass_generation_tokens_total")
         body = json.dumps({**ENDLESS, "n": 8, "stream": stream}).encode()
         with socket.create_connection((host, int(port))) as connection:
-            headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers.encode() + body)
             eventually(lambda: server.metric("windlass_num_requests_running") > 0, 30)
         eventually(lambda: server.metric("windlass_num_requests_running") == 0, 30)

@@ -347,7 +347,7 @@ def test_disconnected_clients_release_the_worker_of_large_texts(model: Path) -> 
         port = int(url.rpartition(":")[2])
         for path in ("/tokenize", "/v1/completions"):
             body = json.dumps({"prompt": "hello world " * 6000}).encode()
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             sockets = []
             for _ in range(60):
                 sockets.append(socket.create_connection(("127.0.0.1", port)))
