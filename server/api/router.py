@@ -50,7 +50,7 @@ class LimitedRoute(APIRoute):
     """A route whose requests count toward the limits of their API key, from before the body is read until the answer ends."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in self.methods:  # answered with 405
+        if scope["method"] not in (self.methods or ()):  # answered with 405
             await super().handle(scope, receive, send)
             return
         with scope["app"].state.windlass.callers.running(scope.get(CALLER) or ""):
