@@ -45,7 +45,8 @@ async def _read(url: str, tokens: int, counted: list[int]) -> None:
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     body = {"prompt": [50, 7], "max_tokens": tokens, "stream": True, "temperature": 1}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     last = b""
     while b"[DONE]" not in last:
