@@ -329,7 +329,7 @@ class _Sizes(NamedTuple):
         return cls(rows, 32, 4 if rows <= 32 else 8) if widest <= 256 else cls(min(rows, 16), 16, 8)
 
     @classmethod
-    def of_tiles(cls, q: Tensor, pages: KVPages, device: Device) -> "_Sizes":
+    def of_tiles(cls, q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> "_Sizes":
         """Sizes for tiles of tokens."""
         widest = max(q.shape[2], pages.value_dim)
         if q.element_size() == 4:
@@ -339,7 +339,7 @@ class _Sizes(NamedTuple):
                 return cls(64, 64, 8)
             return cls(64, 64, 4, 5 if device.shared_memory >= 163 << 10 or widest <= 64 else 3)
         if widest <= 256:
-            return cls(64, 32, 8)
+            return cls(64 if call.soft_cap is None else 32, 32, 8)  # capped scores need registers, too
         return cls(32 if widest <= 512 and pages.key.dtype != torch.float8_e4m3fn else 16, 16, 8)
 
 
@@ -424,7 +424,7 @@ def _some_tokens(
 
 
 def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, device: Device) -> None:
-    sizes = _Sizes.of_tiles(q, pages, device)
+    sizes = _Sizes.of_tiles(q, pages, call, device)
     rows = min(power_of_two(q.shape[1] // pages.num_kv_heads), sizes.rows)
     tokens = sizes.rows // rows
     sizes = sizes._replace(rows=rows)

@@ -17,8 +17,17 @@ import httpx
 import pytest
 from e2e_helpers.streams import LONG, PATH, Streamed, read_stream
 from helpers.crowd import Crowd
-from helpers.eventually import cpu_seconds, in_time, open_files, resident, seconds_of_texts
-from helpers.raw_client import Connect, answers_health, connector, is_open, request, until_closed, wait_for
+from helpers.eventually import (
+    calm_time,
+    cpu_seconds,
+    eventually,
+    exit_code,
+    in_time,
+    open_files,
+    resident,
+    seconds_of_texts,
+)
+from helpers.raw_client import Connect, answers_health, connector, is_open, request, until_closed
 from helpers.real_server import RealServer, serve
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
@@ -87,7 +96,7 @@ def test_idle_crowd_leaves_the_server_reachable(model, options):
     with Served(model, *options, WINDLASS_HEADER_TIMEOUT="1") as served:
         url = served.wait_ready()
         with Crowd(url, 300, "127.0.0.2") as crowd:
-            wait_for(lambda: crowd.opened >= 300, 30.0)
+            eventually(lambda: crowd.opened >= 300, 30.0)
             in_time(lambda: slowest_health(url, 2.0), 2.0)
         check_log(served)
 
@@ -147,18 +156,18 @@ UNREAD_SAMPLES = {"prompt": "hello", "max_tokens": 50_000, "n": 4, "logprobs": 2
 def test_unread_stream_is_aborted_and_delays_no_shutdown(dial):
     with serve("--grace-period", "0.5", "--max-model-len", "60000", WINDLASS_WRITE_TIMEOUT="2") as server:
         dial(server.url, receive_buffer=4096).sendall(request("/v1/completions", UNREAD_SAMPLES))
-        wait_for(lambda: server.metric("windlass_num_requests_running") == 4)
-        wait_for(lambda: "took no byte of its answer for 2 s" in server.log.read_text(), 60.0)
-        wait_for(lambda: server.metric("windlass_num_requests_running") == 0)
+        eventually(lambda: server.metric("windlass_num_requests_running") == 4)
+        eventually(lambda: "took no byte of its answer for 2 s" in server.log.read_text(), 60.0)
+        eventually(lambda: server.metric("windlass_num_requests_running") == 0)
         assert server.metric("windlass_kv_cache_usage_perc") == 0
         assert 'code="client_disconnected"} 1.0' in httpx.get(f"{server.url}/metrics").text
 
         dial(server.url, receive_buffer=4096).sendall(request("/v1/completions", UNREAD_SAMPLES))
-        wait_for(lambda: server.metric("windlass_num_requests_running") == 4)
-        begin = time.monotonic()
+        eventually(lambda: server.metric("windlass_num_requests_running") == 4)
+        begin = calm_time()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        assert time.monotonic() - begin < 0.5 + 2.0 + 10.0  # the limit, and 10 s for a busy machine
+        assert exit_code(server.process) == 0
+        assert calm_time() - begin < 0.5 + 2.0 + 10.0  # the limit, and 10 s of work
         assert "Traceback" not in server.log.read_text()
 
 
@@ -167,10 +176,10 @@ def test_sigterm_ends_the_server_in_time_among_hostile_clients(model, dial):
 
 
 def seconds_from_sigterm(served: Served) -> float:
-    begin = time.monotonic()
+    begin = calm_time()
     served.signal(signal.SIGTERM)
     assert served.wait(20.0) == 0
-    took = time.monotonic() - begin
+    took = calm_time() - begin
     assert "Traceback" not in served.errors, served.errors
     return took
 
@@ -181,7 +190,7 @@ def seconds_to_end_among_clients(model: Path, dial: Connect) -> float:
         files = open_files(served.process.pid)
         stuck = dial(url, receive_buffer=2048)
         stuck.sendall(request("/v1/completions", {"prompt": "a", "max_tokens": 300, "n": 64, "stream": True}))
-        wait_for(lambda: "windlass_num_requests_running 1.0" in httpx.get(f"{url}/metrics").text)
+        eventually(lambda: "windlass_num_requests_running 1.0" in httpx.get(f"{url}/metrics").text)
         answer = dial(url, receive_buffer=2048)
         answer.sendall(request("/detokenize", {"tokens": [65] * 1_000_000}))
         dial(url)
@@ -189,9 +198,9 @@ def seconds_to_end_among_clients(model: Path, dial: Connect) -> float:
         dial(url).sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         for _ in range(4):
             dial(url).sendall(request("/tokenize", {"prompt": "word " * 400_000}))
-        wait_for(lambda: open_files(served.process.pid) >= files + 9)
-        wait_for(lambda: not is_open(stuck))  # its answer has begun
-        wait_for(lambda: seconds_of_texts(served.process.pid) > 0.1)
+        eventually(lambda: open_files(served.process.pid) >= files + 9)
+        eventually(lambda: not is_open(stuck))  # its answer has begun
+        eventually(lambda: seconds_of_texts(served.process.pid) > 0.1)
         return seconds_from_sigterm(served)
 
 
@@ -205,7 +214,7 @@ def test_sigterm_ends_the_server_in_time_during_an_endless_template(model, tmp_p
         with Served(tmp_path, "--grace-period", "0.2") as served:
             url = served.wait_ready()
             dial(url).sendall(request("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}))
-            wait_for(lambda: seconds_of_texts(served.process.pid) > 0.3)
+            eventually(lambda: seconds_of_texts(served.process.pid) > 0.3)
             return seconds_from_sigterm(served)
 
     in_time(seconds_to_end, 0.2 + 2.0)
@@ -287,7 +296,7 @@ class Neighbour:
 
 
 def check_nothing_left(server: RealServer, files: int) -> None:
-    wait_for(lambda: open_files(server.process.pid) <= files + 2, 60.0)
+    eventually(lambda: open_files(server.process.pid) <= files + 2, 60.0)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_restarts_total"):
         assert server.metric(f"windlass_{name}") == 0, name
     assert "Traceback" not in server.log.read_text()
@@ -309,13 +318,13 @@ def test_ten_thousand_idle_connections() -> None:
                     Crowd(server.url, IDLE // 2, "127.0.0.2") as first,
                     Crowd(server.url, IDLE // 2, "127.0.0.3") as second,
                 ):
-                    wait_for(lambda: first.opened + second.opened >= IDLE, 300.0)
-                    wait_for(lambda: open_files(pid) >= files + IDLE, 300.0)
+                    eventually(lambda: first.opened + second.opened >= IDLE, 300.0)
+                    eventually(lambda: open_files(pid) >= files + IDLE, 300.0)
                     count = len(neighbour.texts)
-                    wait_for(lambda: len(neighbour.texts) >= count + 3, 300.0)  # noqa: B023
+                    eventually(lambda: len(neighbour.texts) >= count + 3, 300.0)  # noqa: B023
                     assert first.opened + second.opened == IDLE, "no connection may be closed"
                     held = resident(pid)
-                wait_for(lambda: open_files(pid) < files + 10, 60.0)
+                eventually(lambda: open_files(pid) < files + 10, 60.0)
                 after.append(resident(pid))
         print(f"{IDLE} idle connections: {before:.0f} MiB before, {held:.0f} with them, {after} after each round")
         print(neighbour.describe())
@@ -333,9 +342,9 @@ def test_ten_thousand_connections_beyond_the_limits() -> None:
         pid = server.process.pid
         neighbour, files, before = Neighbour(server.url), open_files(pid), resident(pid)
         with neighbour, Crowd(server.url, IDLE, "127.0.0.2") as crowd:
-            wait_for(lambda: crowd.opened >= IDLE, 600.0)
+            eventually(lambda: crowd.opened >= IDLE, 600.0)
             count = len(neighbour.texts)
-            wait_for(lambda: len(neighbour.texts) >= count + 3, 300.0)
+            eventually(lambda: len(neighbour.texts) >= count + 3, 300.0)
             assert open_files(pid) < files + 600
         print(f"{crowd.opened} connections, of which 512 may stay: {before:.0f} MiB before, {resident(pid):.0f} after")
         print(neighbour.describe())
@@ -355,7 +364,7 @@ def test_thousand_unread_streams_are_dropped() -> None:
         for _ in range(2):
             with neighbour if not after else Neighbour(server.url) as current:
                 with Crowd(server.url, UNREAD, "127.0.0.2", request(PATH, UNREAD_STREAM)) as crowd:
-                    wait_for(lambda: crowd.opened >= UNREAD, 120.0)
+                    eventually(lambda: crowd.opened >= UNREAD, 120.0)
                     end = time.monotonic() + 900.0
                     while server.metric("windlass_num_requests_running") > 1 or server.metric(
                         "windlass_num_requests_waiting"
@@ -367,7 +376,7 @@ def test_thousand_unread_streams_are_dropped() -> None:
                 assert sum(crowd.ends.values()) == UNREAD and set(crowd.ends) <= {"200 cut", "200 told"}
             print(current.describe())
             assert set(current.texts) == {neighbour.texts[0]}
-            wait_for(lambda: open_files(pid) < files + 10, 60.0)
+            eventually(lambda: open_files(pid) < files + 10, 60.0)
             after.append(resident(pid))
         print(
             f"server: {before:.0f} MiB before, {most:.0f} at most, {after} after each round; engine {engine_before:.0f}",

@@ -17,7 +17,7 @@ import openai
 import pytest
 import torch
 import transformers
-from helpers.eventually import alive, eventually
+from helpers.eventually import alive, eventually, exit_code
 from helpers.live_server import live_server
 from helpers.real_server import RealServer, serve
 
@@ -160,7 +160,7 @@ def test_stream_finishes_after_sigterm() -> None:
                     assert refused.status_code == 503 and "retry-after" in refused.headers
                 finish.append(line.removeprefix("data: "))
         assert finish[-1] == "[DONE]" and json.loads(finish[-2])["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(10) == 0
+        assert exit_code(server.process) == 0
 
 
 # ---- stop strings --------------------------------------------------------------------------------------------------------

@@ -18,9 +18,19 @@ import httpx
 import pytest
 from e2e_helpers.streams import LONG, PATH, Streams
 from helpers.device import DEVICE, ON_A_CPU, SERVERS
-from helpers.eventually import ESTABLISHED, LISTENING, children, open_files, ports, seconds_of_texts
+from helpers.eventually import (
+    ESTABLISHED,
+    LISTENING,
+    calm_time,
+    children,
+    eventually,
+    exit_code,
+    open_files,
+    ports,
+    seconds_of_texts,
+)
 from helpers.failing_core import FATAL, FULL, LOST, POISONED
-from helpers.raw_client import connect, until_closed, wait_for
+from helpers.raw_client import connect, until_closed
 from helpers.real_server import RealServer, serve
 
 from windlass.server.startup.engines import CORE_VARIABLE
@@ -50,15 +60,15 @@ def check_failure(server: RealServer, status: int, code: str, **fields: object) 
 
 def check_recovery(server: RealServer, killed: int, expected: object = None) -> None:
     """A new engine gives the expected choices."""
-    wait_for(lambda: answer(server).status_code == 200, 180.0)
+    eventually(lambda: answer(server).status_code == 200, 180.0)
     assert server.engine_pid() != killed
     assert expected is None or answer(server).json()["choices"] == expected
 
 
 def check_nothing_left(server: RealServer, files: int) -> None:
-    wait_for(lambda: server.metric("windlass_num_requests_running") == 0)
+    eventually(lambda: server.metric("windlass_num_requests_running") == 0)
     # Further connections: the one of the request for the metric, and one that is still closing.
-    wait_for(lambda: open_files(server.process.pid) <= files + 2)
+    eventually(lambda: open_files(server.process.pid) <= files + 2)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +144,7 @@ def test_killed_text_processes_are_replaced(server: RealServer) -> None:
     for _ in range(4):
         assert ask().json()["tokens"] == expected
     assert streams.finish() == ["length"] * 2
-    wait_for(lambda: "text_process_lost" in str(health(server)))
+    eventually(lambda: "text_process_lost" in str(health(server)))
 
 
 @pytest.mark.slow
@@ -246,13 +256,13 @@ def test_log_on_a_full_disk_stops_nothing() -> None:
         subprocess.Popen(command, stderr=full, stdout=full, env={**SERVERS, **os.environ}) as process,
     ):
         try:
-            wait_for(lambda: ports(process.pid, LISTENING), 60.0)
+            eventually(lambda: ports(process.pid, LISTENING), 60.0)
             url = f"http://127.0.0.1:{ports(process.pid, LISTENING)[0]}"
-            wait_for(lambda: _ready(url), 60.0)
+            eventually(lambda: _ready(url), 60.0)
             assert Streams(url, 2).finish() == ["length"] * 2
             assert httpx.post(url + PATH, content=b"{").status_code == 400
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert exit_code(process) == 0
         finally:
             process.kill()
 
@@ -288,15 +298,15 @@ def test_sigterm_ends_the_server_in_every_phase(phase: str) -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         if phase in ("answer", "prompt"):
-            wait_for(lambda: server.metric("windlass_num_requests_running") == 1)
+            eventually(lambda: server.metric("windlass_num_requests_running") == 1)
         elif phase == "tokenizing":
-            wait_for(lambda: seconds_of_texts(server.process.pid) > 0.2)
+            eventually(lambda: seconds_of_texts(server.process.pid) > 0.2)
         else:
-            wait_for(lambda: ends or ports(server.process.pid, ESTABLISHED))
-        begin = time.monotonic()
+            eventually(lambda: ends or ports(server.process.pid, ESTABLISHED))
+        begin = calm_time()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - begin < 1.0 + 2.0 + 10.0  # the limit, and 10 s for a busy machine
+        assert exit_code(server.process) == 0
+        assert calm_time() - begin < 1.0 + 2.0 + 10.0  # the limit, and 10 s of work
         thread.join(60)
         assert len(ends) == 1 and ends[0] in (200, 503, "ReadError", "RemoteProtocolError", "WriteError")
         if phase in ("answer", "prompt"):

@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from helpers.eventually import exit_code
 from helpers.raw_client import connect, is_open
 
 ROUND_SECONDS = 0.1
@@ -64,7 +65,7 @@ class Crowd:
         self._process.stdin.close()
         self._reader.join(60.0)
         self._process.stdout.close()
-        assert self._process.wait(30.0) == 0
+        assert exit_code(self._process) == 0
 
 
 def main(url: str, count: int, source: str, ask: bytes) -> None:

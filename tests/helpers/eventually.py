@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +15,36 @@ from typing import Any
 LISTENING, ESTABLISHED = "0A", "01"
 
 
-def eventually(condition: Callable[[], Any], seconds: float) -> None:
-    """Return once the condition holds; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
+def calm_time() -> float:
+    """A clock in seconds that stops while a thread of this machine waits for a core.
+
+    At least a tenth of the real time counts, so that something that never happens is noticed on a busy machine, too.
+    """
+    found = re.search(rb"some .*total=(\d+)", _read(Path("/proc/pressure/cpu")))  # pressure stall information of Linux
+    waited = int(found[1]) / 1e6 if found else 0.0
+    return time.monotonic() - 0.9 * waited
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Return once the condition holds; fail after `seconds` of calm time."""
+    deadline = calm_time() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
+        assert calm_time() < deadline, f"did not happen within {seconds} s"
         time.sleep(0.02)
+
+
+async def eventually_async(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """As `eventually`, and other tasks run meanwhile."""
+    deadline = calm_time() + seconds
+    while not condition():
+        assert calm_time() < deadline, f"did not happen within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+def exit_code(process: subprocess.Popen[Any], seconds: float = 20.0) -> int:
+    """Wait for the end of a process and return its exit code; fail after `seconds` of calm time."""
+    eventually(lambda: process.poll() is not None, seconds)
+    return process.wait()
 
 
 def in_time(once: Callable[[], float], seconds: float, tries: int = 3) -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import select
 import socket
-import time
 from collections.abc import Iterator
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -101,11 +100,3 @@ def crowd(url: str, count: int, source: str) -> Iterator[list[socket.socket]]:
     finally:
         for connection in connections:
             connection.close()
-
-
-def wait_for(condition, seconds: float = 30.0) -> None:
-    """Wait until a condition holds, or fail."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.02)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from helpers.crashes import CRASHES
-from helpers.eventually import children
+from helpers.eventually import children, exit_code
 
 from windlass.server.startup.engines import CORE_VARIABLE
 
@@ -91,7 +91,7 @@ class Served:
 
     def wait(self, seconds: float = 10.0) -> int:
         """Return its exit code. The timeout is shorter than the grace period, for which it must not wait."""
-        code = self.process.wait(seconds)
+        code = exit_code(self.process, seconds)
         self._reader.join(30.0)
         return code
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
+from helpers.eventually import exit_code
+
 CTRL_C, CTRL_D, UP, ENTER = "\x03", "\x04", "\x1b[A", "\r"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 
@@ -80,7 +82,7 @@ class PseudoTerminal:
                 self._seen += found.end()
                 return text[: found.end()]
             assert time.monotonic() < end, f"nothing matches {pattern!r} in:\n{self.shown}"
-            assert self._read(0.2), f"it ended with {self.process.wait(10)} before {pattern!r}:\n{self.shown}"
+            assert self._read(0.2), f"it ended with {exit_code(self.process)} before {pattern!r}:\n{self.shown}"
 
     def _read(self, seconds: float) -> bool:
         """False at the end."""
@@ -98,7 +100,7 @@ class PseudoTerminal:
         end = time.monotonic() + seconds
         while self._read(0.1):
             assert time.monotonic() < end, self.shown
-        return self.process.wait(10)
+        return exit_code(self.process)
 
     def __enter__(self) -> PseudoTerminal:
         return self

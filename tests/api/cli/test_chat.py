@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from api_helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
-from helpers.eventually import alive, children, eventually
+from helpers.eventually import alive, children, eventually, exit_code
 from helpers.live_server import live_server
 from helpers.real_server import RealServer, serve
 
@@ -276,13 +275,6 @@ def family(pid: int) -> set[int]:
     return below.union(*(family(child) for child in below))
 
 
-def wait_gone(pids: set[int], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := {pid for pid in pids if alive(pid)}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
 def test_a_managed_server_and_a_full_context():
     with PseudoTerminal(*OWN, environment={"WINDLASS_PORT": "1", "WINDLASS_API_KEY": "theirs"}) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
@@ -306,7 +298,7 @@ def test_a_managed_server_and_a_full_context():
         terminal.wait_prompt()
         terminal.type(CTRL_D)
         assert terminal.end() == 0
-        wait_gone(below)
+        eventually(lambda: not any(map(alive, below)))
 
 
 @pytest.mark.slow
@@ -323,8 +315,8 @@ def test_the_managed_server_ends_with_the_chat(number):
         terminal.wait(r"demo, .* context of 64 tokens")
         below = family(terminal.process.pid)
         os.kill(terminal.process.pid, number)
-        terminal.process.wait(30)
-        wait_gone(below)
+        exit_code(terminal.process)
+        eventually(lambda: not any(map(alive, below)))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from api_helpers.pseudo_terminal import CTRL_C, PseudoTerminal
-from helpers.eventually import eventually
+from helpers.eventually import eventually, exit_code
 from helpers.real_server import RealServer, serve
 
 from windlass.clients import APIConnectionError, APIError, Client, Metrics
@@ -160,7 +160,7 @@ def test_json_ends_with_its_reader(server: RealServer) -> None:
     for _ in range(3):
         assert json.loads(process.stdout.readline())["state"] == "ready"
     process.stdout.close()
-    assert process.wait(20) == 0 and process.stderr.read() == ""
+    assert exit_code(process) == 0 and process.stderr.read() == ""
     process.stderr.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.raw_client import (
     Connect,
@@ -25,7 +26,6 @@ from helpers.raw_client import (
     read_answer,
     request,
     until_closed,
-    wait_for,
 )
 
 from windlass.server.http.connection_limits import ConnectionRegistry, ConnectionSettings, client_network
@@ -159,15 +159,15 @@ def test_connections_per_address_are_limited_except_for_proxies(connect):
         live_server(connections=settings(max_per_address=5, header_seconds=300.0)) as live,
         crowd(live.url, 5, "127.0.0.2") as held,
     ):
-        wait_for(lambda: len(live.registry) == 5)
+        eventually(lambda: len(live.registry) == 5)
         assert all(map(is_open, held))
         status, error = status_and_error(until_closed(connect(live.url, "127.0.0.2")))
         assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "too_many_connections")
         with crowd(live.url, 20, "127.0.0.1") as trusted, crowd(live.url, 5, "127.0.0.3"):
-            wait_for(lambda: len(live.registry) == 30)
+            eventually(lambda: len(live.registry) == 30)
             assert all(map(is_open, trusted))
         held.pop().close()
-        wait_for(lambda: answers_health(live.url, "127.0.0.2"))
+        eventually(lambda: answers_health(live.url, "127.0.0.2"))
 
 
 def test_half_open_connections_do_not_lock_out_clients():
@@ -177,7 +177,7 @@ def test_half_open_connections_do_not_lock_out_clients():
     ):
         for _ in range(30):
             assert answers_health(live.url, "127.0.0.2")
-        wait_for(lambda: not any(map(is_open, held[:40])))  # the oldest were evicted
+        eventually(lambda: not any(map(is_open, held[:40])))  # the oldest were evicted
 
 
 def test_idle_connections_are_evicted_before_any_is_refused(connect):
@@ -198,7 +198,7 @@ def test_a_connection_with_unsent_data_is_not_evicted(connect):
         slow = connect(live.url, receive_buffer=4096)
         body = {"prompt": "hello world " * 4000}
         slow.sendall(request("/tokenize", body))
-        wait_for(lambda: any(each.bytes_pending for each in live.registry._clients))
+        eventually(lambda: any(each.bytes_pending for each in live.registry._clients))
         for number in range(4):  # one other connection fits, which is new each time
             new = connect(live.url, f"127.0.0.{number + 2}")
             new.sendall(HEALTH)
@@ -228,12 +228,12 @@ def test_a_new_connection_gets_503_if_all_are_busy(connect):
         busy = [connect(live.url) for _ in range(3)]
         for connection in busy:
             connection.sendall(request("/v1/completions", {"prompt": "a"}))
-        wait_for(lambda: live.engine.running == 3)
+        eventually(lambda: live.engine.running == 3)
         answer = until_closed(connect(live.url))
         status, error = status_and_error(answer)
         assert (status, error["code"]) == (503, "too_many_connections") and b"retry-after: 1\r\n" in answer
         busy.pop().close()
-        wait_for(lambda: answers_health(live.url, "127.0.0.1"))
+        eventually(lambda: answers_health(live.url, "127.0.0.1"))
         assert all(map(is_open, busy))
         for connection in busy:
             connection.close()
@@ -248,12 +248,12 @@ def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(conne
         connection = connect(live.url, receive_buffer=4096)
         if stream:
             connection.sendall(request("/v1/completions", {**LONG, "stream": True}))
-            wait_for(lambda: live.engine.running == 1)
+            eventually(lambda: live.engine.running == 1)
         else:
             tokens = {"tokens": [65] * 1_000_000}
             connection.sendall(request("/detokenize", tokens))
-        wait_for(lambda: len(live.registry) == 0, 60.0)
-        wait_for(lambda: live.state.in_flight == 0)  # the request's task notices it in the next turn of the loop
+        eventually(lambda: len(live.registry) == 0, 60.0)
+        eventually(lambda: live.state.in_flight == 0)  # the request's task notices it in the next turn of the loop
         assert live.engine.running == 0
         if stream:
             assert len(live.engine.aborted) == 1
@@ -272,7 +272,7 @@ def test_a_client_that_reads_slowly_stays_connected(connect):
             time.sleep(0.05)
         assert live.engine.running == 1
         connection.close()
-        wait_for(lambda: live.engine.running == 0)
+        eventually(lambda: live.engine.running == 0)
 
 
 # ---- units -------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
-from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
 from windlass.server.http.connection_limits import ConnectionSettings
@@ -76,7 +76,7 @@ def test_responses_and_streams(live: Live, files: Files) -> None:
 
 
 def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
-    wait_for(lambda: len(live.registry) == 0)
+    eventually(lambda: len(live.registry) == 0)
     raw = socket.create_connection(("127.0.0.1", httpx.URL(live.url).port))
     with trusting(files).wrap_socket(raw, server_hostname="127.0.0.1") as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -88,11 +88,11 @@ def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
 
 @pytest.mark.slow
 def test_connections_without_a_handshake_are_counted_and_closed(live: Live, files: Files) -> None:
-    wait_for(lambda: len(live.registry) == 0)
+    eventually(lambda: len(live.registry) == 0)
     port = httpx.URL(live.url).port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
     try:
-        wait_for(lambda: len(live.registry) == 6)
+        eventually(lambda: len(live.registry) == 6)
         # All connections are half-open: one of them is evicted for a new one.
         assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
         begin = time.monotonic()
@@ -100,7 +100,7 @@ def test_connections_without_a_handshake_are_counted_and_closed(live: Live, file
             one.settimeout(10)
             assert one.recv(1) == b""  # closed from the other side
         assert time.monotonic() - begin < 15
-        wait_for(lambda: len(live.registry) == 0)
+        eventually(lambda: len(live.registry) == 0)
     finally:
         for one in silent:
             one.close()
@@ -135,7 +135,7 @@ def test_a_stalled_handshake_is_counted_and_times_out(files: Files, share: float
             for one in held:
                 one.sendall(begun)
                 one.settimeout(20)
-            wait_for(lambda: len(live.registry) == 3)
+            eventually(lambda: len(live.registry) == 3)
             with socket.create_connection(("127.0.0.1", port)) as another:  # the address has reached its limit
                 another.settimeout(20)
                 with contextlib.suppress(ConnectionResetError):
@@ -149,7 +149,7 @@ def test_a_stalled_handshake_is_counted_and_times_out(files: Files, share: float
                 with contextlib.suppress(ConnectionResetError):
                     while one.recv(4096):  # the server's part of the handshake, and the end
                         pass
-            wait_for(lambda: len(live.registry) == 0)
+            eventually(lambda: len(live.registry) == 0)
         finally:
             for one in held:
                 one.close()

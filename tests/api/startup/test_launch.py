@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.crashes import FOLDER
-from helpers.eventually import LISTENING, alive, children, in_time, ports
+from helpers.eventually import LISTENING, alive, children, eventually, exit_code, in_time, ports
 from helpers.refused import inside, reason
 from helpers.served import Served
 from helpers.tiny_models import make_model
@@ -72,13 +72,6 @@ class Stream:
 
 def complete(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "hi", "max_tokens": 3}, timeout=30.0)
-
-
-def until(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        time.sleep(0.02)
 
 
 def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
@@ -158,7 +151,7 @@ def test_a_second_signal_exits_at_once(model):
 def test_a_signal_while_loading_exits_cleanly(model, number):
     with Served(model, SCRIPT_LOAD_SECONDS="100") as served:
         url = served.url
-        until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 503)
+        eventually(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 503)
         served.signal(number)
         assert served.wait() == 0
         assert "Traceback" not in served.errors
@@ -280,7 +273,7 @@ def test_the_server_outlives_its_engine(model):
         os.kill(first, signal.SIGKILL)
         events = stream.finish()
         assert events[-1] == "[DONE]" and "error" in json.loads(events[-2])
-        until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 200)
+        eventually(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 200)
         assert served.engine_pid != first
         assert complete(url).status_code == 200
         assert f"crash report: {FOLDER}/" in served.errors  # not in the user's own cache
@@ -323,7 +316,7 @@ def test_the_engine_ends_with_a_killed_server(model):
         engine = served.engine_pid
         served.process.kill()
         served.process.wait()
-        until(lambda: not alive(engine), 6.0)
+        eventually(lambda: not alive(engine), 6.0)
 
 
 @pytest.mark.slow
@@ -351,7 +344,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
         server.wait_line("was read again: 1 keys")
         assert (status("first"), status("second"), status("admin")) == (401, 200, 401)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20.0) == 0
+        assert exit_code(server.process) == 0
         for secret in ("first", "second", "admin"):
             assert f'"{secret}' not in server.errors
 
@@ -370,12 +363,12 @@ def test_a_server_with_closed_standard_error(model):
         ["sh", "-c", 'exec "$@" 2>&-', "sh", *given], stdout=subprocess.DEVNULL, env=Served.environment()
     ) as process:
         try:
-            until(lambda: ports(process.pid, LISTENING), 60.0)  # there are no lines to wait for
+            eventually(lambda: ports(process.pid, LISTENING), 60.0)  # there are no lines to wait for
             url = f"http://127.0.0.1:{ports(process.pid, LISTENING)[0]}"
-            until(lambda: answers(f"{url}/ready"), 60.0)
+            eventually(lambda: answers(f"{url}/ready"), 60.0)
             assert complete(url).status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert exit_code(process) == 0
         finally:
             process.kill()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
-from helpers.eventually import alive, eventually, in_time
+from helpers.eventually import alive, eventually, eventually_async, in_time
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
 from windlass.engine import process_setup
@@ -92,13 +92,6 @@ def request(name: str, first: int = 50, max_tokens: int = 5, n: int = 1) -> Engi
 
 async def tokens(client: ProcessClient, wanted: EngineRequest) -> list[int]:
     return [token async for output in client.generate(wanted) for token in output.token_ids]
-
-
-async def until(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        await asyncio.sleep(0.01)
 
 
 async def test_streams_are_split_by_request_and_sample():
@@ -230,10 +223,10 @@ async def test_pending_outputs_of_a_slow_reader_are_limited(monkeypatch, max_tok
         # As many as may be pending, although they are read late.
         quick = [asyncio.create_task(tokens(client, request(name, max_tokens=25))) for name in "ab"]
         assert [len(each) for each in await asyncio.gather(*quick)] == [25, 25]
-        await until(lambda: "slow" not in client._router._streams)
+        await eventually_async(lambda: "slow" not in client._router._streams)
         with pytest.raises(SlowConsumerError, match="more quickly"):
             await anext(stream)
-        await until(lambda: client._router.in_flight == 0)
+        await eventually_async(lambda: client._router.in_flight == 0)
         assert len(await tokens(client, request("slow", max_tokens=3))) == 3, "its id is free again"
         assert client.restarts == 0
 
@@ -290,7 +283,7 @@ async def test_missing_adapter_files_do_not_fail_the_restart(tmp_path):
             (paths[lost] / "gone").touch()
             assert client.adapter_ids == {*left, lost}
             os.kill(client.pid, signal.SIGKILL)
-            await until(lambda before=before: client.restarts > before and client.state == "ready")
+            await eventually_async(lambda before=before: client.restarts > before and client.state == "ready")
             assert client.adapter_ids == left
         (paths[1] / "gone").unlink()
         await client.load_adapter(sources[0])
@@ -305,7 +298,7 @@ async def test_failing_crash_report_does_not_prevent_the_restart(monkeypatch, tm
         with monkeypatch.context() as full:
             full.setattr(supervision.asyncio, "to_thread", no_thread)
             os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: client.restarts == 1)
+            await eventually_async(lambda: client.restarts == 1)
             assert await client.wait_state("ready") == "ready"
     assert "no crash report in" in caplog.text and "can't start new thread" in caplog.text
 
@@ -378,9 +371,9 @@ async def test_false_suspicion_leaves_no_process(monkeypatch, spares):
         stream = client.generate(request("a", max_tokens=100_000))
         await anext(stream)
         os.kill(pid, signal.SIGSTOP)
-        await until(lambda: len(spares) == 2, 20.0)
+        await eventually_async(lambda: len(spares) == 2, 20.0)
         os.kill(pid, signal.SIGCONT)
-        await until(lambda: spares[1].ended, 20.0)
+        await eventually_async(lambda: spares[1].ended, 20.0)
         await anext(stream)
         await stream.aclose()
         assert client.pid == pid and client.restarts == 0
@@ -394,10 +387,10 @@ async def test_suspicion_ends_with_the_last_request(monkeypatch, spares):
         stream = client.generate(request("a", max_tokens=100_000))
         await anext(stream)
         os.kill(client.pid, signal.SIGSTOP)
-        await until(lambda: len(spares) == 2, 20.0)
+        await eventually_async(lambda: len(spares) == 2, 20.0)
         os.kill(client.pid, signal.SIGCONT)
         await stream.aclose()
-        await until(lambda: spares[1].ended, 20.0)
+        await eventually_async(lambda: spares[1].ended, 20.0)
         assert client.restarts == 0
 
 
@@ -472,7 +465,7 @@ async def test_standby_process_is_used_by_the_client():
         async with running(child=child) as client:
             assert client.pid == child.process.pid and await tokens(client, request("first"))
             os.kill(child.process.pid, signal.SIGKILL)
-            await until(lambda: client.restarts == 1 and client.state == "ready")
+            await eventually_async(lambda: client.restarts == 1 and client.state == "ready")
             assert client.pid != child.process.pid and await tokens(client, request("second"))
     assert child.ended and child.socket.fileno() == -1
 
@@ -719,7 +712,7 @@ async def test_introspection_is_refused_and_fails_with_the_engine(monkeypatch):
         await anext(stream)
         os.kill(client.pid, signal.SIGSTOP)  # otherwise it responds at the end of the step
         asked = asyncio.ensure_future(client.inspect(CacheQuery()))
-        await until(lambda: client._inspections.waiting)
+        await eventually_async(lambda: client._inspections.waiting)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="before it answered"):
             await asked

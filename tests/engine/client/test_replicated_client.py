@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
-from helpers.eventually import eventually
+from helpers.eventually import eventually, eventually_async
 from helpers.scripted_core import BUG, FIRST_TOKEN, REFUSE
 from helpers.waiting_core import POISON
 
@@ -65,13 +64,6 @@ async def tokens(client: ReplicatedClient, wanted: EngineRequest) -> list[int]:
     return [token async for output in client.generate(wanted) for token in output.token_ids]
 
 
-async def until(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition never came true"
-        await asyncio.sleep(0.01)
-
-
 async def test_replicas_behave_like_one_engine():
     async with running() as client:
         first, second = client.engines
@@ -89,7 +81,7 @@ async def test_replicas_behave_like_one_engine():
         assert second.config.cache.memory == client.info.kv_cache_bytes and second.config.replicas == 1
         assert first.config == second.config
         again = asyncio.create_task(tokens(client, request("again", max_tokens=100_000)))
-        await until(lambda: "again" in client._replica_of)
+        await eventually_async(lambda: "again" in client._replica_of)
         with pytest.raises(RequestError, match="already running"):
             await tokens(client, request("again"))
         with pytest.raises(RequestError, match="no such thing"):
@@ -119,13 +111,13 @@ async def test_unstarted_requests_are_moved_and_others_fail():
         victim, other = client.engines
         lengths = [100_000, *[60] * 7]  # the first request runs as long as its engine
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=m))) for n, m in enumerate(lengths)]
-        await until(lambda: victim._child.last_requests() == {"r0"})
+        await eventually_async(lambda: victim._child.last_requests() == {"r0"})
         os.kill(victim.pid, signal.SIGKILL)
         told, *results = await asyncio.gather(*work, return_exceptions=True)
         assert isinstance(told, EngineDeadError) and "send it again" in str(told)
         assert results == [[FIRST_TOKEN + i for i in range(60)]] * 7
         assert client.state == "ready" and other.restarts == 0
-        await until(lambda: client.restarts == 1 and victim.state == "ready")
+        await eventually_async(lambda: client.restarts == 1 and victim.state == "ready")
         assert await tokens(client, request("new")) == [FIRST_TOKEN + i for i in range(5)]
         stats = await client.stats()
         assert None not in stats.engines
@@ -136,7 +128,7 @@ async def test_request_that_kills_an_engine_is_not_moved():
         with pytest.raises(EngineDeadError):
             await tokens(client, request("poison", POISON))
         assert sum(engine.state == "ready" for engine in client.engines) == 1
-        await until(lambda: all(engine.state == "ready" for engine in client.engines))
+        await eventually_async(lambda: all(engine.state == "ready" for engine in client.engines))
         assert client.restarts == 1
 
 
@@ -144,7 +136,7 @@ async def test_request_that_kills_an_engine_is_not_moved():
 async def test_requests_fail_when_all_engines_are_gone():
     async with running() as client:
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=100_000))) for n in range(6)]
-        await until(lambda: all(engine._child.last_requests() for engine in client.engines))
+        await eventually_async(lambda: all(engine._child.last_requests() for engine in client.engines))
         for engine in client.engines:
             os.kill(engine.pid, signal.SIGKILL)
         eventually(
@@ -152,8 +144,10 @@ async def test_requests_fail_when_all_engines_are_gone():
         )  # otherwise one may restart before
         results = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(result, EngineDeadError) for result in results)
-        await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in client.engines))
-        await until(lambda: any(replica.usable for replica in client._replicas))
+        await eventually_async(
+            lambda: client.restarts == 2 and all(engine.state == "ready" for engine in client.engines)
+        )
+        await eventually_async(lambda: any(replica.usable for replica in client._replicas))
         assert len(await tokens(client, request("new"))) == 5
 
 
@@ -162,7 +156,7 @@ async def test_queue_limit_covers_all_replicas():
     async with running(max_waiting=2) as client:
         lengths = [100_000, 100_000, 60, 60]  # the first two run, one per engine, and the others wait
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=m))) for n, m in enumerate(lengths)]
-        await until(lambda: [replica.in_flight for replica in client._replicas] == [2, 2])
+        await eventually_async(lambda: [replica.in_flight for replica in client._replicas] == [2, 2])
         with pytest.raises(QueueFullError):
             await tokens(client, request("too many"))
         for running_one in ("r0", "r1"):
@@ -198,10 +192,10 @@ async def test_adapters_are_loaded_in_all_and_restarted_engines():
             await client.load_adapter(AdapterSource(2, "two", "/bad"))
         assert victim.adapter_ids == other.adapter_ids == {1}
         os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: victim.state != "ready")
+        await eventually_async(lambda: victim.state != "ready")
         await client.load_adapter(AdapterSource(3, "three", "/three"))
         client.drop_adapter(1)
-        await until(lambda: all(replica.usable for replica in client._replicas))
+        await eventually_async(lambda: all(replica.usable for replica in client._replicas))
         assert victim.adapter_ids == other.adapter_ids == {3}
         client.drop_adapter(3)
         assert victim.adapter_ids == other.adapter_ids == frozenset()
@@ -214,7 +208,7 @@ async def test_requests_are_routed_to_engines_with_their_adapter(tmp_path, caplo
         await client.load_adapter(AdapterSource(1, "one", str(tmp_path)))
         (tmp_path / "gone").touch()
         os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: victim.restarts == 1 and all(replica.usable for replica in client._replicas))
+        await eventually_async(lambda: victim.restarts == 1 and all(replica.usable for replica in client._replicas))
         assert not victim.adapter_ids and client.adapter_ids == other.adapter_ids == {1}
         assert "replica 0: adapter one: no adapter" in caplog.text
         streams = [client.generate(request(f"r{number}", max_tokens=100, adapter=1)) for number in range(4)]
@@ -225,7 +219,7 @@ async def test_requests_are_routed_to_engines_with_their_adapter(tmp_path, caplo
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 _ = [output async for output in stream]
-        await until(lambda: other.restarts == 1 and all(replica.usable for replica in client._replicas))
+        await eventually_async(lambda: other.restarts == 1 and all(replica.usable for replica in client._replicas))
         assert client.adapter_ids == frozenset()
 
 
@@ -241,9 +235,9 @@ async def test_engine_started_during_a_load_has_the_adapter(monkeypatch, leaves)
 
         monkeypatch.setattr(other, "load_adapter", slowly)
         os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: victim.state != "ready")
+        await eventually_async(lambda: victim.state != "ready")
         loading = asyncio.create_task(client.load_adapter(AdapterSource(1, "one", "/one")))
-        await until(lambda: all(replica.usable for replica in client._replicas))
+        await eventually_async(lambda: all(replica.usable for replica in client._replicas))
         if leaves:
             assert victim.adapter_ids == {1}
             loading.cancel()
@@ -271,7 +265,7 @@ async def test_abandoned_replica_does_not_affect_others(monkeypatch):
         victim, other = client.engines
         monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")  # of engines started from now on
         os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: victim.state == "failed")
+        await eventually_async(lambda: victim.state == "failed")
         assert client.state == "ready" and len(await tokens(client, request("new"))) == 5
         os.kill(other.pid, signal.SIGKILL)
         assert await client.wait_state("failed") == "failed"

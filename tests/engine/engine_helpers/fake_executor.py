@@ -343,8 +343,8 @@ class FakeExecutor:
             filled.append(item)
         return dataclasses.replace(output, sequences=tuple(filled))
 
-    def verify(self, item: ScheduledSequence) -> StepResult:
-        """Sample from the stored key of every row while samples equal proposals."""
+    def verify(self, item: ScheduledSequence, keys: list[int]) -> StepResult:
+        """Sample from the stored key of every row while samples equal proposals. keys: those of tokens and proposals."""
         (seq_id,) = item.samples
         slot, table = self.sequences.by_id[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
         size, drawn = self.scheduler.blocks.block_size, []
@@ -354,7 +354,10 @@ class FakeExecutor:
             drawn.append(draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens + count))
             if count == len(item.draft) or drawn[-1] != item.draft[count]:
                 break
-        self.num_accepted += len(drawn) - 1
+        if accepted := len(drawn) - 1:
+            known = keys[: item.start + 1 + accepted]
+            self.key_memo[item.seq_id] = self.key_memo[item.seq_id][0], known, known[-1]
+            self.num_accepted += accepted
         self.seen[item.seq_id] = item.start + len(drawn)
         return StepResult(item.seq_id, tuple(drawn))
 
@@ -530,7 +533,7 @@ class FakeExecutor:
             all_known = end == len(token_ids) + len(item.draft)
             assert bool(item.samples) == (all_known and seq.request.sampling.max_tokens > 0)
             if item.draft:
-                results.append(self.verify(item))
+                results.append(self.verify(item, right))
                 continue
             prompt_logprobs = None
             if item.prompt_logprobs is not None:

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.eventually import exit_code
 from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, toy_model
 
 from windlass.engine.errors import LoadError
@@ -204,7 +205,7 @@ class Pulling:
             self.said.set()
 
     def wait(self) -> int:
-        code = self.process.wait(60)
+        code = exit_code(self.process, 60)
         self._reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()

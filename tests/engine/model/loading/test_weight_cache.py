@@ -18,6 +18,7 @@ import torch
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
+from helpers.eventually import exit_code
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
@@ -381,7 +382,7 @@ def test_concurrent_starts_share_a_folder(model: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [exit_code(process, 60) for process in processes] == [0, 0]
     assert len(found) == 8 and all(same_weights(loaded, want) for loaded in found)
     assert len(files(model)) == 1 and was_read(load(model))
 
