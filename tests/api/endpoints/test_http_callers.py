@@ -103,6 +103,49 @@ def test_a_request_without_an_answer_counts_once(live: Live, path: str) -> None:
     assert not live.state.callers.usage["single"].refused
 
 
+GENERATING: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/embeddings": {"input": "hello"},
+    "/score": {"text_1": "hello", "text_2": "there"},
+}
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_cached_blocks_belong_to_the_key_on_every_endpoint(live: Live, path: str) -> None:
+    def salts(name: str, **fields: object) -> set[str | None]:
+        """The salts under which the engine stores the prefix and the passages of a request."""
+        before = len(live.engine.requests)
+        answer = live.post(path, {**GENERATING[path], **fields}, headers=of(name))
+        assert answer.status_code == 200, answer.text
+        found = live.engine.requests[before:]
+        return {each.cache_salt for each in found} | {each.reuse.scope for each in found if each.reuse is not None}
+
+    given = [
+        salts(name, **fields) for name in ("free", "late") for fields in ({}, {"cache_salt": "s"}, {"cache_salt": "t"})
+    ]
+    assert all(len(each) == 1 for each in given) and len(set.union(*given)) == 6 and None not in set.union(*given)
+    assert salts("free") == given[0]
+    with live_server(callers=(named("free"), named("late")), shared_prefix_cache=True) as shared:
+        for name in ("free", "late"):
+            assert shared.post(path, GENERATING[path], headers=of(name)).status_code == 200
+        first, *_, last = shared.engine.requests
+        assert first.cache_salt is last.cache_salt is None
+        if first.reuse is not None and last.reuse is not None:  # a passage reveals what preceded it
+            assert first.reuse.scope != last.reuse.scope
+
+
+def test_no_salt_names_the_blocks_of_a_key() -> None:
+    salts = {}
+    for keys, fields in ((True, {}), (False, {}), (False, {"cache_salt": "name:free"}), (True, {"cache_salt": "s"})):
+        with live_server(callers=(named("free"),) if keys else ()) as live:
+            assert complete(live, "free", **fields).status_code == 200
+            salts[keys, str(fields)] = live.engine.requests[-1].cache_salt
+    assert len(set(salts.values())) == 4 and salts[False, "{}"] is None
+
+
 def test_disconnect_releases_concurrency(live: Live) -> None:
     live.engine.delay, live.engine.reply = 0.02, [65] * 500
     body = {"prompt": "hello", "max_tokens": 500, "stream": True}
