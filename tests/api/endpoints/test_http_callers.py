@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
+from helpers.real_server import RealServer, serve
 from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.server.config.api_keys import ApiKey
@@ -200,3 +204,55 @@ def test_metrics_by_caller(live: Live) -> None:
     assert found["windlass_caller_tokens_total", "generated", "slow"] == 2
     assert found["windlass_caller_refused_total", "requests_per_minute", "slow"] == 1
     assert found["windlass_caller_requests_total", "free"] == 0
+
+
+# -- a real engine -------------------------------------------------------------------------------------------------------
+
+SECRET = " ".join(f"river {number}" for number in range(12)) + " The PIN is 4711, which nobody else may know."
+
+
+def cached_tokens(server: RealServer, key: str, prompt: str = SECRET) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    count: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def keys_in(file: Path, **keys: str) -> Path:
+    file.write_text("".join(f'[{name}]\nkey = "{key}"\n' for name, key in keys.items()))
+    return file
+
+
+def test_cached_tokens_reveal_nothing_of_another_key(tmp_path: Path) -> None:
+    with serve("--api-key-file", str(keys_in(tmp_path / "keys", alice="a", bob="b"))) as server:
+        assert cached_tokens(server, "a") == 0
+        again = cached_tokens(server, "a")
+        assert again >= 32
+        assert cached_tokens(server, "b") == 0
+        assert cached_tokens(server, "b") == again
+
+
+@pytest.mark.slow
+def test_persisted_blocks_belong_to_the_key_after_a_reload_and_a_restart(tmp_path: Path) -> None:
+    file, folder = tmp_path / "keys", tmp_path / "blocks"
+    options = ("--api-key-file", str(keys_in(file, alice="a")), "--kv-persist", str(folder))
+
+    def files() -> int:
+        return len(list(folder.glob("*/*.safetensors")))
+
+    with serve(*options) as server:
+        assert cached_tokens(server, "a") == 0
+        eventually(lambda: files() > 0, 60)
+        keys_in(file, alice="a", bob="b")
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "was read again: 2 keys" in server.log.read_text(), 60)
+        assert cached_tokens(server, "b") == 0
+        again = cached_tokens(server, "a")
+        assert again >= 32 and cached_tokens(server, "b") == again
+    assert files() >= 2 * (again // 16) and files() % 2 == 0
+    keys_in(file, alice="new", carol="c")  # alice has another key
+    with serve(*options) as server:
+        assert cached_tokens(server, "c") == 0
+        assert cached_tokens(server, "new") == again
