@@ -70,6 +70,10 @@ class DeviceMemoryError(EngineError):
     that request, fails."""
 
 
+class NotFiniteError(EngineError):
+    """The model's numbers overflow for a request, because of the model's weights, an adapter or a rotary scaling."""
+
+
 class DeadlineError(EngineError):
     """The request's deadline passed before it finished."""
 

@@ -13,6 +13,7 @@ from windlass.engine.errors import (
     DeadlineError,
     DeviceMemoryError,
     EngineDeadError,
+    NotFiniteError,
     QueueFullError,
     RequestError,
     SlowConsumerError,
@@ -147,6 +148,8 @@ def to_api_error(error: BaseException, *, retry_after: int = 1) -> ApiError | No
         return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
     if isinstance(error, SlowConsumerError):
         return ApiError(408, str(error), code="slow_reader")
+    if isinstance(error, NotFiniteError):
+        return ApiError(500, str(error), code="not_finite")
     if isinstance(error, DeviceMemoryError):
         return unavailable(str(error), code="out_of_memory", retry_after=retry_after)
     if isinstance(error, EngineDeadError):

@@ -57,7 +57,11 @@ _STATUSES = {
         "`rate_limit_exceeded`.",
     ),
     431: ("HeadersTooLarge", "The headers are too large (`request_too_large`)."),
-    500: ("InternalError", "The server failed (`internal`). Its log has details under the request's id."),
+    500: (
+        "InternalError",
+        "The server failed (`internal`); its log has details under the request's id. Or the numbers of the model or of its "
+        "adapter overflow for this request (`not_finite`).",
+    ),
     503: (
         "Unavailable",
         "The server cannot accept the request now: `engine_unavailable`, `draining`, `too_many_connections`, "

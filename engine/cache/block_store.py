@@ -460,6 +460,7 @@ _MIN_BACKOFF, _MAX_BACKOFF = 1.0, 60.0  # seconds after a failure
 _MAX_PENDING_USES = 64  # sequences whose use is not recorded yet
 _CANNOT_STORE = "cached blocks cannot be stored"
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
+_CANNOT_REPLACE = "a block cannot be written to {}, where a directory has the name of its file"
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 
@@ -555,6 +556,9 @@ class BlockFileWriter:
         what = _CANNOT_WRITE.format(directory.folder)
         try:
             size = directory.write(item.key, item.index, item.passage, planes)
+        except IsADirectoryError as error:  # it has the name of this block: only this block is not stored
+            self._counts.fail(_CANNOT_REPLACE.format(directory.folder), error)
+            return
         except OSError as error:
             self._write_queue.put_back(item)
             self._fail(what, error)

@@ -9,6 +9,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -134,7 +135,7 @@ _MAX_HEADER_BYTES = 1 << 16
 
 
 class DamagedBlockError(Exception):
-    """The file differs from what was written."""
+    """The file differs from what was written, or cannot be opened as a file."""
 
 
 class ForeignBlockError(Exception):
@@ -294,6 +295,8 @@ _PART = ".part"
 _ABANDONED_SECONDS = 150.0  # a partial file of this age has lost its writer: writing a block takes milliseconds
 _MINUTE = 60
 _LOW_WATER = 14 / 16  # share of the cap that remains after files were removed
+# Errors of `open` that concern one entry of the folder: a link, a directory, a socket, or a file that may not be read.
+_NOT_A_BLOCK_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM})
 
 
 class BlockDirectory:
@@ -305,11 +308,11 @@ class BlockDirectory:
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def present(self) -> Iterator[BlockKey]:
-        """The blocks that have files, according to the file names."""
+        """The blocks that have files, according to the file names. Links, directories, pipes and the like are ignored."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 key = _key_of(entry.name)
-                if key is not None:
+                if key is not None and _is_regular_file(entry):
                     yield key
 
     def changed_at(self) -> int:
@@ -323,11 +326,18 @@ class BlockDirectory:
         """The block; None if there is no such file. Raises DamagedBlockError, ForeignBlockError or OSError."""
         try:
             with open(self._path(key), "rb", opener=_open_plain) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
-                if not self._form.fits(key.group, len(data)) or file.readinto(data) < len(data):
+                size = os.fstat(file.fileno()).st_size
+                if not self._form.fits(key.group, size):
+                    raise DamagedBlockError
+                data = bytearray(size)
+                if file.readinto(data) < size:
                     raise DamagedBlockError
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in _NOT_A_BLOCK_FILE:
+                raise DamagedBlockError from None
+            raise
         return self._form.decode(key, data)
 
     def passage_of(self, key: BlockKey) -> PassageRecord | None:
@@ -342,7 +352,10 @@ class BlockDirectory:
         return passage_in(record)
 
     def write(self, key: BlockKey, index: int, passage: PassageRecord | None, planes: list[Bytes]) -> int:
-        """Write the whole file or none; returns its size. index: blocks before it in its sequence. Raises OSError."""
+        """Write the whole file or none; returns its size. index: blocks before it in its sequence.
+
+        Raises IsADirectoryError if a directory has the name of the file, and OSError.
+        """
         part = self.folder / f".{secrets.token_hex(8)}{_PART}"
         pieces = self._form.encode(key, passage, planes)
         try:
@@ -395,7 +408,8 @@ class BlockDirectory:
             total += size
         removed = 0
         if total > self._max_bytes * 15 // 16:
-            found.sort()
+            # First those that exceed the cap by themselves, which are no blocks: all others would be removed for them.
+            found.sort(key=lambda file: (file[1] <= self._max_bytes, file))
             for _, size, path in found:
                 if total <= self._max_bytes * _LOW_WATER:
                     break
@@ -433,6 +447,14 @@ def _key_of(name: str) -> BlockKey | None:
         return None
 
 
+def _is_regular_file(entry: os.DirEntry[str]) -> bool:
+    """Whether this is a file and no link; False if it vanishes meanwhile."""
+    try:
+        return entry.is_file(follow_symlinks=False)
+    except OSError:
+        return False
+
+
 def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Every regular file in the folders of all namespaces, without those that vanish meanwhile."""
     with os.scandir(root) as folders:
@@ -445,7 +467,7 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
         with contextlib.suppress(OSError), os.scandir(name) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    if entry.is_file(follow_symlinks=False):
+                    if _is_regular_file(entry):
                         yield entry.path, entry.stat(follow_symlinks=False)
 
 

@@ -10,14 +10,17 @@ import sys
 import torch
 from torch import Tensor
 
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import EngineError, NotFiniteError
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.model.decoder import Decoder
 
 _CHUNKS_MISSING = "the partial result of this prompt is lost: send it again"
 
-_NOT_FINITE = "the model's result for this prompt is not finite: it cannot be pooled"
+_NOT_FINITE = (
+    "the model's result for this prompt is not finite: its adapter, its rotary scaling or the model's weights let numbers "
+    "overflow; use others"
+)
 
 
 class Pooler:
@@ -35,7 +38,7 @@ class Pooler:
         """Add the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
 
         logits: [V] after the last token, for rules that compare answers. Returns the result with the last chunk. Raises
-        EngineError if earlier chunks are missing, or the result is not finite.
+        EngineError if earlier chunks are missing, NotFiniteError if the result is not finite.
         """
         last = start + rows.shape[0] == length
         if rule.reads_every_token:
@@ -83,7 +86,7 @@ def _finish(pooled: Tensor, rule: PoolingRule) -> PooledRows:
     if rule.normalize:
         pooled = torch.nn.functional.normalize(pooled, dim=1)
     if not bool(torch.isfinite(pooled).all()):
-        raise EngineError(_NOT_FINITE)
+        raise NotFiniteError(_NOT_FINITE)
     values = pooled.float().cpu().contiguous().numpy()
     if sys.byteorder == "big":
         values = values.byteswap()

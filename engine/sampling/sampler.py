@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.errors import EngineError, NotFiniteError, RequestError
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.engine.interface.request import SamplingParams
 from windlass.engine.sampling.grammar import GrammarMasks
@@ -30,7 +30,10 @@ _NO_TOKEN_LEFT = (
     "exclude everything, or the grammar has become too complex to follow"
 )
 
-BAD_LOGITS = "the model produced NaN or infinite logits for this request"
+BAD_LOGITS = (
+    "the model produced NaN or infinite logits for this request: its adapter, its rotary scaling or the model's weights let "
+    "numbers overflow; use others"
+)
 
 _ERRORS: dict[int, str] = {
     SamplingStatus.BAD_LOGITS: BAD_LOGITS,
@@ -76,7 +79,7 @@ def multi_step_result(seq_id: int, tokens: Sequence[int], statuses: Sequence[int
 def _failure(message: str | None) -> EngineError:
     """The error of a request; its own fault unless the logits are bad."""
     if message is None or message == BAD_LOGITS:
-        return EngineError(BAD_LOGITS)
+        return NotFiniteError(BAD_LOGITS)
     return RequestError(message, None, "no_token_left")
 
 
@@ -223,15 +226,15 @@ def token_logprobs(
     """Log-probabilities of each row's target and of its k most likely tokens.
 
     logits: [R, V]. targets: [N] int64. rows: [N] int64, the row of each target; None: all R in order. k: 0 .. V. The rank
-    is 1 plus the number of tokens with a strictly larger logit; equal alternatives are sorted by id. Raises EngineError if a
-    row holds NaN or +inf.
+    is 1 plus the number of tokens with a strictly larger logit; equal alternatives are sorted by id. Raises NotFiniteError
+    if a row holds NaN or +inf.
     """
     if rows is None:
         rows = torch.arange(len(targets))
     found = backend.token_logprobs(logits.float(), rows, targets, min(k, logits.shape[1]))
     ranks: list[int] = found.ranks.tolist()
     if 0 in ranks:
-        raise EngineError(BAD_LOGITS)
+        raise NotFiniteError(BAD_LOGITS)
     tops = zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
     return [
         TokenLogprobs(token, logprob, rank, tuple(zip(*top, strict=True)))

@@ -98,6 +98,11 @@ class Callers:
         """The key with a digest that was found before; one without limits if it was removed or no key is required."""
         return self._keys.get(caller, _UNLIMITED_KEY)
 
+    def cache_owner(self, caller: str) -> str:
+        """The owner of cached blocks, without spaces: the caller's name, which outlives a change of the key, else the digest."""
+        name = self.key_of(caller).name
+        return f"name:{name}" if name else f"key:{caller}"
+
     @contextmanager
     def running(self, caller: str) -> Iterator[None]:
         """Count a request of `caller`, in progress until the block ends. Raises ApiError 429 if it exceeds a limit."""

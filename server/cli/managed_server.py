@@ -56,6 +56,7 @@ class ManagedServer:
         command += [
             "--grace-period",
             "0",
+            OPTIONS["shared_prefix_cache"].flag,  # the key is new in every run: persisted blocks must not belong to it
             *(["--served-model-name", name] if name else []),
             *options,
         ]

@@ -353,6 +353,12 @@ class ServerOptions(SamplingOptions):
         help="Shortest cached passage, in tokens, that is reused at any offset of a prompt, for requests that do not set it. "
         "At least 32. 0: reuse only equal prompt starts.",
     )
+    shared_prefix_cache: bool = Panel.ACCESS.option(
+        SWITCH,
+        default=False,
+        help="Share cached prefixes among API keys that trust each other. A key can then find out, from the number of cached "
+        "tokens, what others have sent. Default: every key has cached prefixes of its own.",
+    )
     rope_policy: str = Panel.ROTARY.option(
         Kind(form=_POLICY_FORM, read=_read_rope_policy, metavar="POLICY"),
         default="allow",

@@ -102,6 +102,7 @@ class ServerSettings:
     context_overflow: handling of requests that are longer than the context and do not set it; completions have no turns and
     stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not set them; keep_tokens None:
     a chat's system prompt. cache_reuse: see `NonPrefixReuseParams.at_least`.
+    shared_prefix_cache: whether cached prefixes are shared among API keys.
     sampling: of requests that set none. sampling_sources: the origin of each of its fields that is set, for display.
     recommended_sampling: the fields that come from the recommendation of the model's authors.
     template_kwargs: variables of the chat template, of requests that do not set them.
@@ -156,6 +157,7 @@ class ServerSettings:
     attention_window: int | None = None
     attention_sinks: int = 0
     cache_reuse: int = 0
+    shared_prefix_cache: bool = False
     sampling: SamplingDefaults = SamplingDefaults()
     sampling_sources: Mapping[str, str] = field(default_factory=dict)
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)

@@ -161,7 +161,14 @@ _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_upda
 # Exported from the start: Prometheus cannot see an increase that creates a series.
 _FINISH_REASONS = ("stop", "length")
 
-_SERVER_ERROR_CODES = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
+_SERVER_ERROR_CODES = (
+    "deadline_exceeded",
+    "engine_unavailable",
+    "internal",
+    "not_finite",
+    "out_of_memory",
+    "queue_full",
+)
 
 
 class _EngineCollector(Collector):

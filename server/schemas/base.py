@@ -349,7 +349,9 @@ class EngineRequestFields(StrictModel):
         "Default: the model's `context.attention_sinks`, else 0.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Cached blocks are shared only among requests with equal salts. Default: none."
+        default=None,
+        description="Cached blocks are shared only among requests with equal salts, and in general only among those with the "
+        "same API key. Default: none.",
     )
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
         default=None, description="Scheduling priority. Lower numbers run first. Default: that of the API key, else 0."

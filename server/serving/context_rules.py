@@ -12,6 +12,7 @@ from windlass.engine.interface.context import (
     NonPrefixReuseParams,
 )
 from windlass.engine.interface.model_info import ModelInfo
+from windlass.server.app.state import ServerState
 from windlass.server.config.settings import ContextOverflow, ServerSettings
 from windlass.server.errors import bad_request
 from windlass.server.schemas.generation import GenerationRequest
@@ -41,6 +42,22 @@ def resolve_window_rule(body: GenerationRequest | PromptRequest, settings: Serve
     if sinks and window is None:
         raise bad_request("attention_sinks requires attention_window", "attention_sinks")
     return ContextRule(attention_window=window, attention_sinks=sinks or 0)
+
+
+def resolve_cache_salt(
+    body: GenerationRequest | PromptRequest, caller: str, state: ServerState, *, passages: bool = False
+) -> str | None:
+    """The salt of a request's cached blocks, or the one of its passages: the caller's key, if keys are required, and the
+    `cache_salt` of the body.
+
+    The owner is always part of it, however many keys there are: a key that is added later finds no block of earlier ones.
+    `shared_prefix_cache` removes the owner, but not from passages without a `cache_salt`, which reveal what preceded them.
+    """
+    salt = None if body.cache_salt is None else f"salt {body.cache_salt}"
+    settings = state.settings
+    if not settings.requires_key or (settings.shared_prefix_cache and not (passages and salt is None)):
+        return salt
+    return " ".join(filter(None, (state.callers.cache_owner(caller), salt)))
 
 
 def resolve_reuse(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from windlass.server.errors import answer_exceeds_context, bad_request
 from windlass.server.observability.logging import request_id
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
-from windlass.server.serving.context_rules import resolve_context_rule, resolve_reuse
+from windlass.server.serving.context_rules import resolve_cache_salt, resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
 from windlass.server.serving.job import GenerationJob, build_engine_request, scaling_hint
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
@@ -98,7 +97,9 @@ def check_generation(
         logprobs=logprobs,
         overflow=overflow,
         rule=rule,
-        reuse=resolve_reuse(body, _reuse_scope(body, caller, state.settings), state.settings, chat=chat),
+        reuse=resolve_reuse(
+            body, resolve_cache_salt(body, caller, state, passages=True) or "", state.settings, chat=chat
+        ),
         size=rotation.limit_context(info.size(rule)),
         parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
@@ -107,13 +108,6 @@ def check_generation(
         line_limits=line_limits,
         tools=tools.tools,
     )
-
-
-def _reuse_scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> str:
-    """Scope in which passages are shared: requests with the same salt, else with the same key if keys are required."""
-    if body.cache_salt is not None:
-        return "salt " + body.cache_salt
-    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.requires_key else ""
 
 
 def _resolve_overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:

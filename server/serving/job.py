@@ -21,6 +21,7 @@ from windlass.server.observability.logging import set_request_id
 from windlass.server.schemas.base import EngineRequestFields
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
+from windlass.server.serving.context_rules import resolve_cache_salt
 from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.detokenizer import LineLimits
@@ -127,7 +128,7 @@ def build_engine_request(
         rope_scaling=job.rotation.scaling,
         rope_update=job.rotation.update,
         rope_exact=job.rotation.exact,
-        cache_salt=job.body.cache_salt,
+        cache_salt=resolve_cache_salt(job.body, job.caller, job.state),
         context=job.rule,
         reuse=reuse,
         priority=job.priority,

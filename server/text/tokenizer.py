@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from windlass.engine.bounded_files import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_ENTRIES, read_json_text
 from windlass.engine.errors import LoadError, RequestError
 from windlass.server.text.template_facts import chat_templates
 from windlass.server.text.token_pieces import PieceDecoder
@@ -215,7 +216,7 @@ def _read_files(file: Path) -> tuple[str, dict[str, Any]]:
         made = tokenizer_files(file)
         return made.tokenizer, json.loads(made.config)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_json_text(file, max_bytes=MAX_TOKENIZER_BYTES, max_entries=MAX_TOKENIZER_ENTRIES)
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot read {file} ({one_line(error)}): fetch the file again") from error
     return text, read_json(file.parent / "tokenizer_config.json")

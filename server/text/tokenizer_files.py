@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.engine.bounded_files import read_json_text
 from windlass.engine.errors import LoadError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_json_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"cannot read {file} ({one_line(error)}): fetch the file again or remove it") from error
     if not isinstance(value, dict):

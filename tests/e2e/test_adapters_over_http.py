@@ -18,6 +18,7 @@ import torch
 from helpers.adapters import merged, save_adapter
 from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
+from safetensors.torch import load_file, save_file
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPT = "Once upon a time there was a little girl who lived in a house near the sea"
@@ -63,6 +64,25 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
 
 def text_of(answer: dict) -> str:
     return answer["choices"][0]["text"]
+
+
+def test_overflowing_adapter_is_a_named_error_without_a_traceback(adapted: Adapted) -> None:
+    file = save_adapter(adapted.folder / "huge", DEMO) / "adapter_model.safetensors"
+    save_file({name: tensor.sign() * 3e38 for name, tensor in load_file(file).items()}, file)
+    plain = text_of(adapted.complete("base"))
+    adapted.load("huge", "huge")
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/completions", {"prompt": PROMPT, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/embeddings", {"input": PROMPT}),
+    ):
+        answer = adapted.server.post(path, {"model": "huge", **body})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "not_finite", answer.text
+        assert "adapter" in answer.json()["error"]["message"]
+    assert text_of(adapted.complete("base")) == plain
+    adapted.unload("huge")
+    assert "Traceback" not in adapted.server.log.read_text()
 
 
 @pytest.mark.slow

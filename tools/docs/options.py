@@ -28,6 +28,7 @@ COMING_FROM = PAGE.with_name("coming-from.md")
 SEE = {
     "adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
     "cache-on-disk.md": ("kv_persist", "kv_persist_size"),
+    "security.md#what-a-key-does-not-share": ("shared_prefix_cache",),
     "embeddings.md#rerankers-that-answer": ("rerank_tokens", "rerank_template"),
     "endless-context.md": (
         "context_overflow",

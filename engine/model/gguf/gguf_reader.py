@@ -22,11 +22,13 @@ from windlass.engine.rotary.scaling_fields import format_key
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _VERSIONS = (2, 3)
 
-# Far above any model: the largest vocabulary has a quarter of a million tokens and half a million merges.
+# Above any model: the largest vocabulary has a quarter of a million tokens, each with a score and a type, and half a million
+# merges, some 20 MB in total.
 _MOST_KEYS = 10_000
-_MOST_TENSORS = 100_000
-_MOST_STRINGS = 4_000_000  # in all arrays of a file
-_MOST_NUMBERS = 16_000_000  # in all arrays of a file
+_MOST_TENSORS = 10_000
+_MOST_STRINGS = 1 << 20  # in all arrays of a file
+_MOST_NUMBERS = 1 << 21  # in all arrays of a file
+_MOST_METADATA = 1 << 26  # bytes of all keys and values
 _LONGEST_NAME = 65_535  # bytes of a key or a tensor's name
 _LONGEST_STRING = 1 << 24  # bytes of a value
 _MOST_DIMENSIONS = 4
@@ -86,20 +88,27 @@ def _check_start(path: Path, start: bytes) -> None:
 class _CheckedReader(GGUFReader):
     """The package's reader, with every length checked before it is used.
 
-    The package slices a memory map for each string of a vocabulary, which takes seconds; slices of one memoryview are fast.
+    The package slices a memory map for each string of a vocabulary, which takes seconds.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
+        self._end = min(size, _MOST_METADATA)  # of the keys
         self._where = "the header"
         self._strings = self._numbers = 0
         super().__init__(path)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         item = np.dtype(dtype).newbyteorder("<")
-        if offset + item.itemsize * int(count) > self._size:
-            self._damaged(f"{self._where} reaches beyond its end")
+        self._check_end(offset + item.itemsize * int(count))
         return np.frombuffer(self.data, item, int(count), offset)
+
+    def _check_end(self, offset: int) -> None:
+        """Refuse a part of the header that would end at `offset`."""
+        if offset > self._size:
+            self._damaged(f"{self._where} reaches beyond its end")
+        if offset > self._end:
+            self._damaged(f"its keys have more than {self._end} bytes")
 
     def _get_str(self, offset: int) -> tuple[Any, Any]:
         length = self._get(offset, np.uint64)
@@ -122,11 +131,11 @@ class _CheckedReader(GGUFReader):
         for _ in range(int(count)):
             self._get_name(offs)
             offs = super()._build_fields(offs, 1)
-        self._where = "the list of tensors"
+        self._where, self._end = "the list of tensors", self._size
         return offs
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        """Like the package's method, but an array of numbers is one part, and an array's strings are slices of one view."""
+        """Like the package's method, but an array is one part: of numbers, or a list of texts."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
@@ -144,18 +153,19 @@ class _CheckedReader(GGUFReader):
         self._strings += count
         if self._strings > _MOST_STRINGS:
             self._damaged(f"its arrays hold more than {_MOST_STRINGS} texts")
+        self._check_end(offset + 8 * count)  # of empty texts
         data: Any = self.data
-        view, size, parts = memoryview(data), self._size, []
+        view, end, texts = memoryview(data), self._end, list[str]()
         read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = offset + 8
-            if begin > size:
-                self._damaged(f"{self._where} reaches beyond its end")
+            if begin > end:
+                self._check_end(begin)
             offset = begin + read_length(view, offset)[0]
-            if offset > size or offset - begin > _LONGEST_NAME:
+            if offset > end or offset - begin > _LONGEST_NAME:
                 self._damaged(f"{self._where} has a text of {offset - begin} bytes")
-            parts.append(view[begin:offset])
-        return offset - orig_offs, parts, list(range(count)), types
+            texts.append(str(view[begin:offset], "utf-8", "replace"))
+        return offset - orig_offs, [texts], [0], types
 
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         self._get_name(orig_offs)
@@ -203,9 +213,8 @@ def _value(field: ReaderField) -> Any:
         return parts[-1].tobytes().decode("utf-8", "replace")
     if field.types[0] != GGUFValueType.ARRAY:
         return parts[-1].tolist()[0]
-    if field.types[-1] == GGUFValueType.STRING:
-        return [str(parts[i], "utf-8", "replace") for i in field.data]
-    return parts[field.data[0]].tolist()
+    values = parts[field.data[0]]
+    return values if field.types[-1] == GGUFValueType.STRING else values.tolist()
 
 
 def _refuse_overlaps(path: Path, tensors: dict[str, TensorLocation]) -> None:

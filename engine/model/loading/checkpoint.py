@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from windlass.engine.bounded_files import read_json_text
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import INDEX as GGUF_INDEX
 from windlass.engine.model.loading.gguf_index import read_index
@@ -74,9 +75,9 @@ def describe_other_format(path: Path) -> str | None:
 
 def _describe_adapter(path: Path, adapter: Path) -> str:
     try:
-        config = json.loads(adapter.read_text(encoding="utf-8"))
+        config = json.loads(read_json_text(adapter))
         base, kind = str(config.get("base_model_name_or_path") or ""), str(config.get("peft_type") or "")
-    except (OSError, ValueError, AttributeError):
+    except (LoadError, OSError, ValueError, AttributeError):
         base, kind = "", ""
     of = f" of base model {base}" if base else ""
     tokenizer = str(path) if (path / "tokenizer.json").is_file() or not base else base
@@ -123,7 +124,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(read_json_text(index))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise LoadError(f"{index} is not a safetensors index: download it again") from None
         if any(not isinstance(n, str) or Path(n).name != n for n in names):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from windlass.engine.bounded_files import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_ENTRIES, read_json_text
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig, RotaryConfig, SpeculationConfig
 from windlass.engine.model.model_spec import ModelSpec
@@ -176,7 +177,9 @@ def _same_file(one: Path, other: Path) -> bool:
 def _vocabulary(directory: Path) -> dict[int, str] | None:
     """Every token by its id, from tokenizer.json; None if it is missing or has no vocabulary."""
     try:
-        content: Any = json.loads((directory / _TOKENIZER).read_text(encoding="utf-8"))
+        content: Any = json.loads(
+            read_json_text(directory / _TOKENIZER, max_bytes=MAX_TOKENIZER_BYTES, max_entries=MAX_TOKENIZER_ENTRIES)
+        )
         given = content["model"]["vocab"]
         if isinstance(given, dict):
             found = {int(i): str(token) for token, i in given.items()}

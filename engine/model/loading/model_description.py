@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from windlass.engine.bounded_files import read_json_text
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.config_json.config_rules import Config
@@ -336,7 +337,7 @@ def describe_model(config: EngineConfig, *, part: MTPPart | None = None) -> Mode
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises LoadError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_json_text(path))
     except FileNotFoundError:
         raise LoadError(
             f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, …)"

@@ -15,9 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+from windlass.engine.bounded_files import MAX_JSON_BYTES, has_too_many_entries
 from windlass.engine.errors import LoadError
-
-_MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 NUMBER_BYTES = {  # bytes of a number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -123,9 +122,10 @@ def _header(file: Path) -> FileHeader:
         if len(start) < 8:
             raise ValueError("it is empty or cut off")
         (length,) = struct.unpack("<Q", start)
-        if length > _MAX_HEADER:
-            raise ValueError("its header is too large for a safetensors file")
-        content = json.loads(opened.read(length))
+        text = opened.read(length) if length <= MAX_JSON_BYTES else b""
+    if length > MAX_JSON_BYTES or has_too_many_entries(text):
+        raise ValueError("its header is too large for the tensors of a model")
+    content = json.loads(text)
     metadata = content.pop("__metadata__", None) or {}
     data = 8 + length
     found = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.engine.bounded_files import read_json_text
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import PoolingDefaults, PoolingKind
 from windlass.engine.model.config_json.classifier_head import ClassifierTokens, read_classifier_tokens
@@ -103,6 +104,6 @@ def _read_json(path: Path, *, required: bool = True) -> Any:
     if not required and not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_json_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None

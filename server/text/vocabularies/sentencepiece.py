@@ -15,11 +15,13 @@ from google.protobuf.message import DecodeError
 from windlass.engine.errors import LoadError
 from windlass.server.text.vocabularies.bpe import SPACE, scored_parts, sentencepiece_decoder
 from windlass.server.text.vocabularies.vocabulary import (
+    MAX_TOKENS,
     GgufVocabulary,
     TokenizerParts,
     TokenType,
     gguf_added_tokens,
     read_vocabulary,
+    refuse_vocabulary,
 )
 
 # SentencePiece's rules "nmt_nfkc" in addition to NFKC (src/builder.cc): removed, replaced by a space, unchanged.
@@ -29,6 +31,7 @@ _SPACE_BEFORE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "f
 _MAX_SPACES = 2**31 - 1  # SentencePiece removes all leading spaces of decoded text if it strips spaces
 _TILDE, _TILDE_PLACEHOLDER = "\uff5e", "\ufdd0"  # full-width tilde, and a noncharacter that replaces it during NFKC
 
+_PIECE_TAG = b"\n"  # the byte before each piece, and before the text in it; seldom elsewhere
 _Field = descriptor_pb2.FieldDescriptorProto
 _FIELD_TYPES = {bytes: _Field.TYPE_BYTES, bool: _Field.TYPE_BOOL, int: _Field.TYPE_INT32, float: _Field.TYPE_FLOAT}
 # Fields by message: name -> (number, default). Texts are read as bytes, so that invalid UTF-8 can be detected.
@@ -116,6 +119,8 @@ def read_pieces(data: bytes, source: str, config: Mapping[str, Any]) -> Tokenize
 
 def _parse(data: bytes, source: str) -> tuple[Any, list[str]]:
     """Return the ModelProto and the texts of its pieces. Raises LoadError, one line."""
+    if data.count(_PIECE_TAG) > 2 * MAX_TOKENS:
+        refuse_vocabulary(source, "its vocabulary is larger than that of any model; fetch the file again")
     try:
         model = _message().FromString(data)
         pieces = [piece.piece.decode("utf-8") for piece in model.pieces]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from windlass.engine.bounded_files import has_too_many_entries
 from windlass.engine.errors import LoadError
 from windlass.server.text.token_pieces import byte_level_text
 from windlass.server.text.vocabularies.bpe import WORD_RULES, byte_level_parts, merging_model
@@ -26,6 +27,7 @@ from windlass.server.text.vocabularies.vocabulary import (
 TEKKEN_FILE = "tekken.json"
 TIKTOKEN_FILE = "tiktoken.model"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
+_TOO_LARGE = "its vocabulary is larger than that of any model"
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # Special tokens of tekken.json before version 7 (mistral-common, tokens/tokenizers/tekken.py).
 _LEGACY_SPECIAL_TOKENS = (
@@ -77,6 +79,8 @@ _KIMI = _KnownVocabulary(word_rules="kimi-k2", total=256)
 
 def read_tekken(data: bytes, source: str) -> TokenizerParts:
     """Read the bytes of tekken.json. source: path for messages. Raises LoadError, one line."""
+    if has_too_many_entries(data):
+        _refuse(source, _TOO_LARGE)
     try:
         content = json.loads(data)
         config = content["config"]
@@ -111,6 +115,8 @@ def read_tiktoken(data: bytes, file: Path, config: Mapping[str, Any], model_type
     do not identify a known vocabulary, or if the file is damaged.
     """
     kind = _known_vocabulary(file, str(config.get("tokenizer_class") or ""), model_type)
+    if data.count(b"\n") > MAX_TOKENS:
+        _refuse(str(file), _TOO_LARGE)
     tokens = _tokens(data, str(file))
     parts = tiktoken_parts(tokens, WORD_RULES[kind.word_rules].splits, str(file))
     if kind.normalizes_nfc:
@@ -140,7 +146,7 @@ def tiktoken_parts(tokens: Sequence[bytes], splits: Sequence[str], source: str, 
         or sum(map(len, tokens)) > MAX_CHARACTERS
         or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS
     ):
-        _refuse(source, "its vocabulary is larger than that of any model")
+        _refuse(source, _TOO_LARGE)
     if len(ranks) != len(tokens) or b"" in ranks:
         _refuse(source, "two of its tokens are equal, or one is empty")
     if any(bytes([byte]) not in ranks for byte in range(256)):

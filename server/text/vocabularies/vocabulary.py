@@ -9,10 +9,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
+from windlass.engine.bounded_files import read_bounded
 from windlass.engine.errors import LoadError
 
-MAX_BYTES = 2**27  # of a vocabulary file; tekken.json, the largest in use, has 15 million
-MAX_TOKENS = 2**21  # eight times the largest vocabulary of a model with open weights
+MAX_BYTES = 2**25  # of a vocabulary file; tekken.json, the largest in use, has 15 million
+MAX_TOKENS = 2**20  # four times the largest vocabulary of a model with open weights
 MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of 512 spaces are the longest in use
 MAX_CHARACTERS = 2**25  # of all tokens; the 262,144 tokens of Gemma have 1.5 million
 _PREFIX = "tokenizer.ggml."
@@ -98,9 +99,7 @@ def _refuse_gguf(source: str, reason: str) -> NoReturn:
 def read_bytes(file: Path) -> bytes:
     """Read a vocabulary file. Raises LoadError if it cannot be read or is larger than `MAX_BYTES`."""
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise LoadError(f"{file} is larger than any vocabulary ({file.stat().st_size} bytes): fetch the file again")
-        return file.read_bytes()
+        return read_bounded(file, MAX_BYTES)
     except OSError as error:
         raise LoadError(f"cannot read {file}: {error.strerror or error}") from None
 

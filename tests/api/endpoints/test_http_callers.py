@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
+from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
+from helpers.real_server import RealServer, serve
 from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.server.config.api_keys import ApiKey
@@ -199,6 +203,49 @@ def test_a_request_without_an_answer_counts_once(live: Live, path: str) -> None:
     assert not live.state.callers.usage["single"].refused
 
 
+GENERATING: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/embeddings": {"input": "hello"},
+    "/score": {"text_1": "hello", "text_2": "there"},
+}
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_cached_blocks_belong_to_the_key_on_every_endpoint(live: Live, path: str) -> None:
+    def salts(name: str, **fields: object) -> set[str | None]:
+        """The salts under which the engine stores the prefix and the passages of a request."""
+        before = len(live.engine.requests)
+        answer = live.post(path, {**GENERATING[path], **fields}, headers=of(name))
+        assert answer.status_code == 200, answer.text
+        found = live.engine.requests[before:]
+        return {each.cache_salt for each in found} | {each.reuse.scope for each in found if each.reuse is not None}
+
+    given = [
+        salts(name, **fields) for name in ("free", "late") for fields in ({}, {"cache_salt": "s"}, {"cache_salt": "t"})
+    ]
+    assert all(len(each) == 1 for each in given) and len(set.union(*given)) == 6 and None not in set.union(*given)
+    assert salts("free") == given[0]
+    with live_server(callers=(named("free"), named("late")), shared_prefix_cache=True) as shared:
+        for name in ("free", "late"):
+            assert shared.post(path, GENERATING[path], headers=of(name)).status_code == 200
+        first, *_, last = shared.engine.requests
+        assert first.cache_salt is last.cache_salt is None
+        if first.reuse is not None and last.reuse is not None:  # a passage reveals what preceded it
+            assert first.reuse.scope != last.reuse.scope
+
+
+def test_no_salt_names_the_blocks_of_a_key() -> None:
+    salts = {}
+    for keys, fields in ((True, {}), (False, {}), (False, {"cache_salt": "name:free"}), (True, {"cache_salt": "s"})):
+        with live_server(callers=(named("free"),) if keys else ()) as live:
+            assert complete(live, "free", **fields).status_code == 200
+            salts[keys, str(fields)] = live.engine.requests[-1].cache_salt
+    assert len(set(salts.values())) == 4 and salts[False, "{}"] is None
+
+
 def test_disconnect_releases_concurrency(live: Live) -> None:
     live.engine.delay, live.engine.reply = 0.02, [65] * 500
     body = {"prompt": "hello", "max_tokens": 500, "stream": True}
@@ -253,3 +300,55 @@ def test_metrics_by_caller(live: Live) -> None:
     assert found["windlass_caller_tokens_total", "generated", "slow"] == 2
     assert found["windlass_caller_refused_total", "requests_per_minute", "slow"] == 1
     assert found["windlass_caller_requests_total", "free"] == 0
+
+
+# -- a real engine -------------------------------------------------------------------------------------------------------
+
+SECRET = " ".join(f"river {number}" for number in range(12)) + " The PIN is 4711, which nobody else may know."
+
+
+def cached_tokens(server: RealServer, key: str, prompt: str = SECRET) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    count: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def keys_in(file: Path, **keys: str) -> Path:
+    file.write_text("".join(f'[{name}]\nkey = "{key}"\n' for name, key in keys.items()))
+    return file
+
+
+def test_cached_tokens_reveal_nothing_of_another_key(tmp_path: Path) -> None:
+    with serve("--api-key-file", str(keys_in(tmp_path / "keys", alice="a", bob="b"))) as server:
+        assert cached_tokens(server, "a") == 0
+        again = cached_tokens(server, "a")
+        assert again >= 32
+        assert cached_tokens(server, "b") == 0
+        assert cached_tokens(server, "b") == again
+
+
+@pytest.mark.slow
+def test_persisted_blocks_belong_to_the_key_after_a_reload_and_a_restart(tmp_path: Path) -> None:
+    file, folder = tmp_path / "keys", tmp_path / "blocks"
+    options = ("--api-key-file", str(keys_in(file, alice="a")), "--kv-persist", str(folder))
+
+    def files() -> int:
+        return len(list(folder.glob("*/*.safetensors")))
+
+    with serve(*options) as server:
+        assert cached_tokens(server, "a") == 0
+        eventually(lambda: files() > 0, 60)
+        keys_in(file, alice="a", bob="b")
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "was read again: 2 keys" in server.log.read_text(), 60)
+        assert cached_tokens(server, "b") == 0
+        again = cached_tokens(server, "a")
+        assert again >= 32 and cached_tokens(server, "b") == again
+    assert files() >= 2 * (again // 16) and files() % 2 == 0
+    keys_in(file, alice="new", carol="c")  # alice has another key
+    with serve(*options) as server:
+        assert cached_tokens(server, "c") == 0
+        assert cached_tokens(server, "new") == again

@@ -68,7 +68,7 @@ def test_fields_reach_the_engine(live: Live) -> None:
     (request,) = live.engine.requests
     assert request.pooling == PoolingRule("mean", 3, False)
     assert request.rope_scaling == RopeScaling.from_dict(scaling) and request.rope_update == "recompute"
-    assert (request.cache_salt, request.priority) == ("mine", -3)
+    assert (request.cache_salt, request.priority) == ("salt mine", -3)
     assert (request.context.attention_window, request.context.attention_sinks) == (64, 4)
     assert request.deadline is not None and before + 30 <= request.deadline <= time.monotonic() + 30
     assert len(answer["data"][0]["embedding"]) == 3 and answer["id"] == "embd-mine.1"

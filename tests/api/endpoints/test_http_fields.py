@@ -116,7 +116,7 @@ def test_serving_fields_reach_the_engine(live: Live) -> None:
     )
     (request,) = live.engine.requests
     assert request.rope_scaling == RopeScaling.from_dict(scaling) and request.rope_update == "rotate"
-    assert (request.cache_salt, request.priority) == ("mine", -3)
+    assert (request.cache_salt, request.priority) == ("salt mine", -3)
     assert request.deadline is not None and before + 30 <= request.deadline <= time.monotonic() + 30
     assert answer["id"] == "cmpl-my-request.1"
     assert request.request_id.startswith("my-request.1-")

@@ -287,7 +287,7 @@ def test_windlass_fields_reach_the_engine(live: Live) -> None:
     ask(live, rope_scaling={"rope_type": "yarn", "factor": 2}, rope_update="recompute", priority=3, cache_salt="s",
         context_overflow="shift", keep_tokens=4)  # fmt: skip
     request = live.engine.requests[-1]
-    assert request.rope_scaling.rope_type == "yarn" and (request.priority, request.cache_salt) == (3, "s")
+    assert request.rope_scaling.rope_type == "yarn" and (request.priority, request.cache_salt) == (3, "salt s")
     assert request.context.overflow == "shift"
 
 

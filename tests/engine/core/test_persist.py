@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,6 +106,70 @@ def test_generated_tokens_are_restored(engine: Engine, models: Models) -> None:
     with engine() as core:
         again = ask(core, longer)
     assert cached(again) == (len(PROMPT) + 39) // 16 * 16 and same_bits(again, right)
+
+
+def to_link(file: Path) -> None:
+    file.rename(file.with_name("moved"))
+    file.symlink_to("moved")
+
+
+def to_socket(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(file.parent):  # its whole path would be too long
+        made.bind(file.name)
+
+
+INVALID_ENTRIES: dict[
+    str, Callable[[Path], object]
+] = {  # in place of a block's file, which is removed before all but a link
+    "directory": Path.mkdir,
+    "link": to_link,
+    "link to nothing": lambda file: file.symlink_to("nothing"),
+    "link to itself": lambda file: file.symlink_to(file),
+    "directory with files": lambda file: (file / "other").mkdir(parents=True),
+    "pipe": os.mkfifo,
+    "socket": to_socket,
+    "empty": Path.touch,
+    "short": lambda file: file.write_bytes(bytes(100)),
+    "huge": lambda file: (file.touch(), os.truncate(file, 1 << 42)),
+    "other name": lambda file: file.with_name("0" * 64 + "-9.safetensors").touch(),
+    "unreadable": lambda file: (file.touch(), file.chmod(0)),
+}
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize("appears", ["before", "during"])
+@pytest.mark.parametrize("kind", INVALID_ENTRIES)
+def test_an_invalid_entry_disables_one_block(
+    kind: str, appears: str, engine: Engine, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = ask(oracle(models))
+    with engine() as core:
+        ask(core)
+    by_index = sorted(files_in(tmp_path), key=lambda file: -file.stat().st_mtime_ns)
+    file = by_index[3]
+
+    def replace_file() -> None:
+        if kind != "link":
+            file.unlink()
+        INVALID_ENTRIES[kind](file)
+
+    if appears == "before":
+        replace_file()
+    with engine() as core:
+        if appears == "during":
+            replace_file()
+        again = ask(core)
+        assert cached(again) == 3 * 16 and same_bits(again, right)
+        other = tokens(64)
+        ask(core, other)
+        eventually(lambda: not core.stats().persist.waiting_blocks, 30)  # all others are written, one after another
+        assert core.stats().persist.failures == ("directory" in kind)
+    assert sum("a directory has the name" in record.message for record in caplog.records) == ("directory" in kind)
+    assert len(caplog.records) == ("directory" in kind)
+    with engine() as core:
+        assert cached(ask(core, other)) == 48  # the last block is computed
+        again = ask(core)
+        assert cached(again) == (48 if "directory" in kind else FULL) and same_bits(again, right)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from helpers.marks import slow_after, slow_but
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.engine.errors import EngineError, LoadError, NotFiniteError, RequestError
 from windlass.engine.execution.pooler import Pooler
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
@@ -183,7 +183,7 @@ def test_non_finite_states_fail_only_their_own_request(directory: Path) -> None:
     core.add(pooled("bad", PROMPTS[3], "mean"))
     core.add(pooled("good", PROMPTS[4], "last"))
     outputs = {output.request_id: output for output in core.step()}
-    assert isinstance(outputs["bad"].error, EngineError) and "not finite" in str(outputs["bad"].error)
+    assert isinstance(outputs["bad"].error, NotFiniteError) and "not finite" in str(outputs["bad"].error)
     assert outputs["good"].error is None and outputs["good"].pooled is not None
     assert not core.has_work()
 

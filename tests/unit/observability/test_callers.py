@@ -38,6 +38,19 @@ def retry_after(error: pytest.ExceptionInfo[ApiError]) -> int:
     return int(error.value.headers["retry-after"])
 
 
+def test_owners_of_cached_blocks() -> None:
+    callers = Callers([ApiKey(digest="1", name="alice")])
+    alone = callers.cache_owner("1")
+    callers.replace([ApiKey(digest="1", name="alice"), ApiKey(digest="2", name="bob"), ApiKey.plain("3")])
+    plain = ApiKey.plain("3").digest
+    assert callers.cache_owner("1") == alone  # a second key does not take the blocks of the first from it
+    assert len({callers.cache_owner(caller) for caller in ("1", "2", plain)}) == 3
+    callers.replace([ApiKey(digest="4", name="alice"), ApiKey(digest="5", name=plain), ApiKey.plain("3")])
+    assert callers.cache_owner("4") == alone  # the key was changed
+    assert callers.cache_owner("5") != callers.cache_owner(plain)  # a name that reads as the digest of a key
+    assert not any(" " in callers.cache_owner(caller) for caller in ("4", "5", plain, "1"))
+
+
 def test_requests_a_minute() -> None:
     clock = Clock()
     callers = Callers([key(requests_per_minute=2), key("bob")], clock)

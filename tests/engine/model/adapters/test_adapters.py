@@ -24,9 +24,11 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.core import adapter_manager
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import DeviceMemoryError, LoadError, RequestError
+from windlass.engine.errors import DeviceMemoryError, LoadError, NotFiniteError, RequestError
 from windlass.engine.interface.config import AdapterConfig
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, PoolingRule
 from windlass.engine.model.loading import adapter_loader
 from windlass.engine.model.loading.adapter_loader import read_peft_config
 from windlass.engine.model.lora import Adapter, LoadedAdapters
@@ -143,6 +145,45 @@ def test_cached_blocks_belong_to_the_contents_of_an_adapter(llama: Path, sources
     core.drop_adapter(9)
     core.add_adapter(core.read_adapter(AdapterSource(10, sources[0].name, sources[2].path)).result(30))
     assert cached(10) == 0  # others, under the same name
+
+
+@pytest.mark.parametrize("value", [3e38, 1e12])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"burst_seconds": 1.0}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"speculative_ngram": 4}],
+    ids=str,
+)
+def test_overflowing_adapter_fails_only_its_own_requests(
+    llama: Path, tmp_path: Path, value: float, options: dict[str, Any]
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", llama)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.sign() * value for name, tensor in load_file(file).items()}, file)
+    core = with_adapters(llama, adapter, **options)
+
+    def finish(*requests: EngineRequest) -> dict[str, list[RequestOutput]]:
+        found: dict[str, list[RequestOutput]] = {}
+        for request in requests:
+            core.add(request)
+        while core.has_work():
+            for output in core.step():
+                found.setdefault(output.request_id, []).append(output)
+        return found
+
+    def tokens(outputs: list[RequestOutput]) -> list[int]:
+        return [token for output in outputs for token in output.token_ids]
+
+    expected = tokens(finish(greedy("plain", MIXED_PROMPT))["plain"])
+    sampled = {"temperature": 1.0, "seed": 3}
+    fields: list[dict[str, Any]] = [{}, sampled, {**sampled, "n": 2}, {"prompt_logprobs": 1}, {"logprobs": 2}]
+    overflowing = [greedy(f"{i}", MIXED_PROMPT, adapter=1, **given) for i, given in enumerate(fields)]
+    pooling = {"max_tokens": 0, "adapter": 1, "pooling": PoolingRule("mean")}
+    for _ in range(2):  # the second time in the blocks of the first
+        found = finish(greedy("plain", MIXED_PROMPT), *overflowing, greedy("pooled", MIXED_PROMPT, **pooling))
+        assert tokens(found.pop("plain")) == expected
+        assert len(found) == len(fields) + 1
+        for outputs in found.values():
+            assert isinstance(outputs[-1].error, NotFiniteError) and not tokens(outputs)
 
 
 def test_adapter_in_use_is_unloaded_after_its_request(llama: Path, sources: tuple[AdapterSource, ...]) -> None:

@@ -128,10 +128,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a long name": (made(struct.pack("<Q", 2**63) + b"abc"), "name of more than"),
     "a long text": (made(text(b"a") + struct.pack("<IQ", STRING, 2**64 - 1)), "a text of 18446744073709551615 bytes"),
     "a text beyond": (made(text(b"a") + struct.pack("<IQ", STRING, 5000)), "beyond its end"),
-    "an array": (made(array(b"a", U32, 10**18)), "more than 16000000 numbers"),
-    "an array beyond": (made(array(b"a", U64, 10_000_000)), "beyond its end"),
-    "texts": (made(array(b"a", STRING, 10**18)), "more than 4000000 texts"),
-    "texts beyond": (made(array(b"a", STRING, 3_000_000, text(b"x"))), "."),
+    "an array": (made(array(b"a", U32, 10**18)), "more than 2097152 numbers"),
+    "an array beyond": (made(array(b"a", U64, 2_000_000)), "beyond its end"),
+    "texts": (made(array(b"a", STRING, 10**18)), "more than 1048576 texts"),
+    "texts beyond": (made(array(b"a", STRING, 1_000_000, text(b"x"))), "beyond its end"),
+    "empty texts": (made(array(b"a", STRING, 3_000_000, bytes(24_000_000))), "more than 1048576 texts"),
+    "empty texts of many keys": (
+        made(*(array(b"%d" % i, STRING, 50_000, bytes(400_000)) for i in range(30))), "more than 1048576 texts"
+    ),
+    "many long texts": (
+        made(*(text(b"%d" % i) + struct.pack("<I", STRING) + text(bytes(1 << 23)) for i in range(9))), "more than 67108864 bytes"
+    ),
     "a long text among them": (made(array(b"a", STRING, 1, struct.pack("<Q", 2**63))), "a text of 9223372036854775808 bytes"),
     "nested": (made(array(b"a", ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 50)), "an array of arrays"),
     "an unknown kind": (made(text(b"a") + struct.pack("<II", 77, 1)), "77"),

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.configs import engine_config
+from helpers.tiny_models import make_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from windlass.engine.bounded_files import MAX_JSON_BYTES, MAX_JSON_ENTRIES
+from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import tensor_reader
+from windlass.engine.model.loading.model_description import describe_model
+from windlass.engine.model.loading.safetensors_header import read_header
 from windlass.engine.model.loading.tensor_reader import Destination, all_finite, read_tensors
 
 MODEL = Path(__file__).parents[4] / "models" / "demo"
@@ -179,3 +186,33 @@ def test_limits_of_wide_types(dtype: torch.dtype) -> None:
 def test_integers_and_empty_tensors_are_finite() -> None:
     assert finite(torch.full((16,), -1, dtype=torch.int8)) and finite(torch.full((16,), 255, dtype=torch.uint8))
     assert finite(torch.empty(0, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"__metadata__":{' + b",".join(b'"%d":""' % i for i in range(MAX_JSON_ENTRIES + 2)) + b"}}",
+        b'{"a":[' + b",".join([b"{}"] * (MAX_JSON_ENTRIES + 2)) + b"]}",
+        b'{"' + b"a" * MAX_JSON_BYTES + b'":{}}',
+    ],
+    ids=["metadata", "objects", "bytes"],
+)
+def test_oversized_header_is_refused_before_it_is_parsed(header: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LoadError, match="too large for the tensors of a model") as caught:
+            read_header(file)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(header)
+    finally:
+        tracemalloc.stop()
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_oversized_json_file_is_refused_before_it_is_parsed(name: str, tmp_path: Path) -> None:
+    directory = make_model("llama", tmp_path / "model")
+    (directory / name).write_bytes(b'{"weight_map":[' + b",".join([b"{}"] * (MAX_JSON_ENTRIES + 2)) + b"]}")
+    with pytest.raises(LoadError, match=f"{name} has more than {MAX_JSON_ENTRIES} entries"):
+        describe_model(engine_config(directory))
