@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,9 +84,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # held briefly: a step may wait for it
         self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # most recently used last
-        self._queues: dict[
-            str, deque[tuple[str, Future[CompiledGrammar]]]
-        ] = {}  # by caller; the first one is compiled next
+        # Grammars that wait or are compiled, by caller.
+        self._queues: dict[str, list[tuple[str, Future[CompiledGrammar]]]] = {}
         self._pool = ThreadPoolExecutor(_MAX_COMPILING, thread_name_prefix="engine-grammar")
 
     def known(self, grammar: str) -> CompiledGrammar | None:
@@ -112,11 +111,11 @@ class GrammarCompiler:
     def compile_in_background(self, grammar: str, caller: str = "") -> Future[CompiledGrammar]:
         """Compile in the background; the future raises RequestError for a grammar that cannot be used.
 
-        caller: its grammars are compiled one after another, in turns with those of others.
+        caller: its grammars are compiled one after another, short ones first, and in turns with those of others.
         """
         compiled: Future[CompiledGrammar] = Future()
         with self._lock:
-            queue = self._queues.setdefault(caller, deque())
+            queue = self._queues.setdefault(caller, [])
             queue.append((grammar, compiled))
             is_first = len(queue) == 1
         if is_first:
@@ -125,15 +124,15 @@ class GrammarCompiler:
 
     def _compile_next(self, caller: str) -> None:
         with self._lock:
-            grammar, compiled = self._queues[caller][0]
+            queue = self._queues[caller]
+            grammar, compiled = job = min(queue, key=_length)
         if compiled.set_running_or_notify_cancel():
             try:
                 compiled.set_result(self._compile(grammar))
             except BaseException as error:  # panics of the library are not Exceptions
                 compiled.set_exception(error)
         with self._lock:
-            queue = self._queues[caller]
-            queue.popleft()
+            queue.remove(job)
             if not queue:
                 del self._queues[caller]
         if queue:
@@ -194,6 +193,10 @@ class GrammarCompiler:
                 f"no grammar can be used with this model: {self._file.name} does not give the bytes of its tokens ({reason})",
                 "grammar",
             ) from None
+
+
+def _length(job: tuple[str, Future[CompiledGrammar]]) -> int:
+    return len(job[0])
 
 
 # -- masks --

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 # String formats that llguidance enforces. Others are annotations, as JSON Schema permits.
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
 MAX_REFERENCE_PARTS = 1000
+_INDEX = re.compile("[0-9]{1,6}")
 _MAX_SCHEMAS = 20_000  # subschemas that are checked for finite documents
 
 # Keywords whose values map names to schemas.
@@ -223,10 +225,13 @@ def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
 
 def resolve_reference(root: Mapping[str, Any], reference: str) -> Any:
     """Return the value that a reference within the document points to, None if it points to nothing or elsewhere."""
-    start, *path = reference.split("/", MAX_REFERENCE_PARTS)
+    start, *path = unquote(reference).split("/", MAX_REFERENCE_PARTS)
     found: Any = root if start == "#" else None
     for name in path:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if isinstance(found, list):
+            found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
+        else:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,11 +228,11 @@ class TextPool:
 
     def _check_crashes(self, kind: tuple[str, str]) -> None:
         times = self._crashes.get(kind, ())
-        if len(times) == MAX_CRASHES and (seconds := times[0] + CRASH_SECONDS - time.monotonic()) > 0:
+        if len(times) == MAX_CRASHES and (seconds := times[0] + CRASH_SECONDS - _now()) > 0:
             raise TooManyCrashesError(seconds)
 
     def _count_crash(self, kind: tuple[str, str]) -> None:
-        self._crashes.setdefault(kind, deque(maxlen=MAX_CRASHES)).append(time.monotonic())
+        self._crashes.setdefault(kind, deque(maxlen=MAX_CRASHES)).append(_now())
         self._crashes.move_to_end(kind)
         if len(self._crashes) > _MAX_CRASHING:
             self._crashes.popitem(last=False)
@@ -312,6 +311,10 @@ class TextPool:
             server.wait_loaded()
             self._loaded = True
         return server
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class _JobHandle:
