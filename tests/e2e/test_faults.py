@@ -130,6 +130,11 @@ def chained_schema(count: int) -> dict[str, object]:
     return {"type": "object", "properties": {"y": {"$ref": "#/$defs/a0"}}, "$defs": {**links, f"a{count}": {}}}
 
 
+def in_lark(count: int) -> str:
+    """As schemas of functions are written."""
+    return f"start: %json {json.dumps(chained_schema(count))}"
+
+
 @pytest.mark.slow
 def test_deep_grammars_end_no_process_where_the_stack_is_unlimited() -> None:
     """Threads then have stacks of 2 MiB unless their size is set, which is enough for 650 rules or 220 schemas."""
@@ -141,13 +146,6 @@ def test_deep_grammars_end_no_process_where_the_stack_is_unlimited() -> None:
         with serve() as server:
             before = server.engine_pid()
 
-            def call(count: int) -> httpx.Response:
-                function = {"name": "f", "parameters": chained_schema(count)}
-                tools = [{"type": "function", "function": function}]
-                messages = [{"role": "user", "content": "sea"}]
-                body = {"messages": messages, "tools": tools, "tool_choice": "required", "max_tokens": 4}
-                return server.post("/v1/chat/completions", body)
-
             for deep in (
                 answer(server, structured_outputs={"grammar": chained_rules(700)}),
                 answer(server, structured_outputs={"grammar": chained_rules(1900)}),
@@ -155,14 +153,14 @@ def test_deep_grammars_end_no_process_where_the_stack_is_unlimited() -> None:
                 answer(server, structured_outputs={"json": chained_schema(900)}),
                 answer(server, structured_outputs={"regex": "(" * 60 + "a" + ")?" * 60}),
                 answer(server, structured_outputs={"choice": [f"sea {number}" for number in range(4000)]}),
-                call(900),
+                answer(server, structured_outputs={"grammar": in_lark(900)}),
             ):
                 # It is compiled; the limits of a mask may then end its answer.
                 assert deep.status_code == 200 or deep.json()["error"]["code"] == "no_token_left", deep.text
             for too_deep in (
                 answer(server, structured_outputs={"grammar": chained_rules(2673)}),
                 answer(server, structured_outputs={"json": chained_schema(1500)}),
-                call(1500),
+                answer(server, structured_outputs={"grammar": in_lark(1500)}),
             ):
                 assert too_deep.status_code == 400 and too_deep.json()["error"]["code"] == "invalid_grammar"
                 assert "levels deep" in too_deep.json()["error"]["message"]

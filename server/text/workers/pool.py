@@ -204,9 +204,9 @@ class TextPool:
                 with contextlib.suppress(Exception):
                     await running  # the slots are free once the process is dead
                 raise
-            except ProcessDiedError as error:
-                _logger.warning("a text worker ended in %s: %s", kind[0], error)
-                if not isinstance(error, KilledError):
+            except ProcessDiedError as death:
+                _logger.warning("a text worker ended in %s: %s", kind[0], death)
+                if not isinstance(death, KilledError):
                     self._count_crash(kind)
                 raise
         if result.error:
@@ -227,8 +227,8 @@ class TextPool:
             self._idle.pop().kill()
 
     def _check_crashes(self, kind: tuple[str, str]) -> None:
-        times = self._crashes.get(kind, ())
-        if len(times) == MAX_CRASHES and (seconds := times[0] + CRASH_SECONDS - _now()) > 0:
+        times = self._crashes.get(kind)
+        if times is not None and len(times) == MAX_CRASHES and (seconds := times[0] + CRASH_SECONDS - _now()) > 0:
             raise TooManyCrashesError(seconds)
 
     def _count_crash(self, kind: tuple[str, str]) -> None:
