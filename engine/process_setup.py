@@ -23,6 +23,7 @@ JSON_FORMAT = "json"
 LOG_FIELDS = ("request_id", "caller")  # optional attributes of a log record
 _ERRORS = ("error:", "Traceback", "Fatal")
 _NOTICES = ("notice:", "warning:")
+_stack_size_lock = threading.Lock()  # the size for new threads is one setting of the process
 
 
 # -- child processes ---------------------------------------------------------------------------------------------------
@@ -72,6 +73,35 @@ def signal_name(code: int | None) -> str | None:
         return signal.Signals(-code).name
     except ValueError:
         return str(-code)
+
+
+def disable_core_dumps() -> None:
+    """Make sure that a crash of this process, or of those that it starts, stores no text of requests.
+
+    Unlike PR_SET_DUMPABLE this is inherited by other programs, and debuggers and /proc can still be used by the same user.
+    """
+    from pathlib import Path
+
+    # Linux does not start the programs in kernel.core_pattern under a limit of 1, and a file needs more than a byte.
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    # A core, should one be written, holds no memory.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/coredump_filter").write_text("0", encoding="ascii")
+
+
+@contextlib.contextmanager
+def thread_stack_size(size: int) -> Iterator[None]:
+    """Scope in which new threads get stacks of `size` bytes. Otherwise the limit of the main stack applies, and 2 MiB if that is
+    unlimited."""
+    with _stack_size_lock:
+        before = threading.stack_size(size)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 @contextlib.contextmanager

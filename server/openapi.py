@@ -53,8 +53,8 @@ _STATUSES = {
     421: ("MisdirectedRequest", "The server is not reached by the host of the request (`host_not_allowed`)."),
     429: (
         "TooManyRequests",
-        "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "
-        "`rate_limit_exceeded`.",
+        "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text`, "
+        "`too_many_crashes` or `rate_limit_exceeded`.",
     ),
     431: ("HeadersTooLarge", "The headers are too large (`request_too_large`)."),
     500: (

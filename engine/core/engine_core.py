@@ -329,7 +329,7 @@ class GrammarQueue:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
         if len(self._waiting) >= self._max_waiting:
             raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
-        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
+        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar, request.caller))
 
     def drop(self, request_id: str) -> None:
         """Remove a request; unknown ids are ignored."""

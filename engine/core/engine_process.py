@@ -38,7 +38,7 @@ from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
-from windlass.engine.process_setup import configure_logging, gc_paused_imports
+from windlass.engine.process_setup import configure_logging, disable_core_dumps, gc_paused_imports
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -294,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    disable_core_dumps()
     # On a fatal signal, or on the parent's signal before it kills, the stacks are written where the parent reads them.
     faulthandler.enable(file=options.stacks)
     faulthandler.register(signal.SIGUSR2, file=options.stacks)

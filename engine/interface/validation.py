@@ -172,6 +172,9 @@ def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(f"{param}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}", param)
 
 
+# llguidance compiles by recursion, and a stack that overflows ends the process. Text workers compile each grammar first, in half
+# the stack that the engine has for it, so that whatever can crash ends a text worker.
+GRAMMAR_STACK_BYTES: Final = 32 << 20
 # Arguments of llguidance's LLParserLimits: a mask usually takes 40 microseconds and at most some 20 ms, a grammar at most about
 # 100 MB.
 GRAMMAR_LIMITS: Final[dict[str, Any]] = {

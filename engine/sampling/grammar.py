@@ -1,9 +1,9 @@
 """Grammar-constrained decoding: compiled grammars, a matcher per sample, and token bitmasks.
 
 llguidance parses the grammars; it is imported when the first grammar arrives or the engine is idle, and then reads the bytes of
-each token from the tokenizer's file. A compiled grammar takes about 50 KB, and 10 MB if it lists 20,000 strings (`GRAMMAR_LIMITS`
-bounds it). Recently used ones are cached. Masks are computed in a thread while the model computes the logits; rejected proposed
-tokens are rolled back.
+each token from the tokenizer's file. Grammars of different callers are compiled at the same time. A compiled grammar takes about
+50 KB, and 10 MB if it lists 20,000 strings (`GRAMMAR_LIMITS` bounds it). Recently used ones are cached. Masks are computed in a
+thread while the model computes the logits; rejected proposed tokens are rolled back.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from windlass.engine.errors import RequestError
-from windlass.engine.interface.validation import GRAMMAR_LIMITS
+from windlass.engine.interface.validation import GRAMMAR_LIMITS, GRAMMAR_STACK_BYTES
+from windlass.engine.process_setup import thread_stack_size
 from windlass.engine.sampling.sample_slot import SampleSlot
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def next_mask(matcher: LLMatcher, vocab_size: int) -> GrammarMask:
 # -- compiler --
 
 _MAX_CACHED = 64  # grammars that stay compiled although no request uses them
+_MAX_COMPILING = 3  # grammars compiled at once, each of another caller
 
 _MAX_ERROR_LENGTH = 500
 
@@ -77,12 +79,14 @@ class GrammarCompiler:
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._file, self.vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
-        self._compiling = threading.Lock()  # held while a grammar is compiled
+        self._loading = threading.Lock()  # held while the vocabulary is read
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()  # held briefly: a step may wait for it
         self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # most recently used last
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
+        # Grammars that wait or are compiled, by caller.
+        self._queues: dict[str, list[tuple[str, Future[CompiledGrammar]]]] = {}
+        self._pool = ThreadPoolExecutor(_MAX_COMPILING, thread_name_prefix="engine-grammar")
 
     def known(self, grammar: str) -> CompiledGrammar | None:
         """A grammar that is compiled already, for which `begin` only copies a matcher."""
@@ -98,22 +102,52 @@ class GrammarCompiler:
         Errors are reported with the first grammar.
         """
         if self._file.is_file():
-            self._pool.submit(self._prepare)
+            self._submit(self._prepare)
 
     def _prepare(self) -> None:
-        with self._compiling, contextlib.suppress(RequestError):
+        with contextlib.suppress(RequestError):
             self._vocabulary()
 
-    def compile_in_background(self, grammar: str) -> Future[CompiledGrammar]:
-        """Compile in the background; the future raises RequestError for a grammar that cannot be used."""
-        return self._pool.submit(self._compile, grammar)
+    def compile_in_background(self, grammar: str, caller: str = "") -> Future[CompiledGrammar]:
+        """Compile in the background; the future raises RequestError for a grammar that cannot be used.
+
+        caller: its grammars are compiled one after another, short ones first, and in turns with those of others.
+        """
+        compiled: Future[CompiledGrammar] = Future()
+        with self._lock:
+            queue = self._queues.setdefault(caller, [])
+            queue.append((grammar, compiled))
+            is_first = len(queue) == 1
+        if is_first:
+            self._submit(self._compile_next, caller)
+        return compiled
+
+    def _compile_next(self, caller: str) -> None:
+        with self._lock:
+            queue = self._queues[caller]
+            grammar, compiled = job = min(queue, key=_length)
+        if compiled.set_running_or_notify_cancel():
+            try:
+                compiled.set_result(self._compile(grammar))
+            except BaseException as error:  # panics of the library are not Exceptions
+                compiled.set_exception(error)
+        with self._lock:
+            queue.remove(job)
+            if not queue:
+                del self._queues[caller]
+        if queue:
+            self._submit(self._compile_next, caller)
+
+    def _submit(self, function: Callable[..., None], *args: Any) -> None:
+        with thread_stack_size(2 * GRAMMAR_STACK_BYTES):  # this may start a thread
+            self._pool.submit(function, *args)
 
     def begin(self, grammar: str) -> tuple[LLMatcher, GrammarMask]:
         """A new matcher, and the mask of the first token, which is shared and must not be changed.
 
         Raises RequestError for a grammar that cannot be used.
         """
-        compiled = self.known(grammar) or self._compile(grammar)
+        compiled = self.known(grammar) or self.compile_in_background(grammar).result()
         with self._lock:
             return compiled.matcher.deep_copy(), compiled.mask
 
@@ -124,38 +158,45 @@ class GrammarCompiler:
             self._recent.popitem(last=False)
 
     def _compile(self, grammar: str) -> CompiledGrammar:
-        with self._compiling:
-            if (known := self.known(grammar)) is not None:
-                return known
-            from llguidance import LLMatcher, LLParserLimits
+        if (known := self.known(grammar)) is not None:
+            return known
+        from llguidance import LLMatcher, LLParserLimits
 
-            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
-            # The first mask of a large grammar takes longest. It is computed here, where no step waits for it.
-            mask = None if matcher.is_error() else next_mask(matcher, self.vocab_size)
-            if mask is None or matcher.is_error():
-                reason = " ".join(matcher.get_error().split())[:_MAX_ERROR_LENGTH]
-                raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
-            compiled = CompiledGrammar(matcher, mask)
+        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        # The first mask of a large grammar takes longest. It is computed here, where no step waits for it.
+        mask = None if matcher.is_error() else next_mask(matcher, self.vocab_size)
+        if mask is None or matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:_MAX_ERROR_LENGTH]
+            raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
+        compiled = CompiledGrammar(matcher, mask)
         with self._lock:
             self._compiled[grammar] = compiled
             self._mark_used(grammar, compiled)
         return compiled
 
     def _vocabulary(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_vocabulary()
+            return self._tokenizer
 
-            if not self._eos:
-                raise RequestError("this model names no token that ends an answer, which grammars need", "grammar")
-            try:
-                self._tokenizer = LLTokenizer(str(self._file), n_vocab=self.vocab_size, eos_token=self._eos)
-            except Exception as error:  # the library raises what its parts raise
-                reason = " ".join(str(error).split())[:_MAX_ERROR_LENGTH]
-                raise RequestError(
-                    f"no grammar can be used with this model: {self._file.name} does not give the bytes of its tokens ({reason})",
-                    "grammar",
-                ) from None
-        return self._tokenizer
+    def _load_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not self._eos:
+            raise RequestError("this model names no token that ends an answer, which grammars need", "grammar")
+        try:
+            return LLTokenizer(str(self._file), n_vocab=self.vocab_size, eos_token=self._eos)
+        except Exception as error:  # the library raises what its parts raise
+            reason = " ".join(str(error).split())[:_MAX_ERROR_LENGTH]
+            raise RequestError(
+                f"no grammar can be used with this model: {self._file.name} does not give the bytes of its tokens ({reason})",
+                "grammar",
+            ) from None
+
+
+def _length(job: tuple[str, Future[CompiledGrammar]]) -> int:
+    return len(job[0])
 
 
 # -- masks --

@@ -20,7 +20,7 @@ from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
-from windlass.engine.process_setup import gc_paused_imports
+from windlass.engine.process_setup import disable_core_dumps, gc_paused_imports
 from windlass.server.app.auth import reload_keys_on_sighup
 from windlass.server.app.host_check import binding_of
 from windlass.server.config.engine_options import EngineOptions
@@ -80,6 +80,7 @@ def serve(
     0: stopped by a signal. 1: the engine failed permanently. Raises LoadError or RequestError, each one line for the
     operator, if it cannot start.
     """
+    disable_core_dumps()
     with record_signal(None if server.api_key_file is None else signal.SIGHUP) as sighup_received:
         level = check_log_level(log_level)
         log_to_stderr(level, server.log_format)

@@ -1,18 +1,21 @@
 """Compiler of structured output constraints to llguidance grammars, with error messages for unsupported ones.
 
 Runs in text workers. `windlass.engine.interface.validation` has the limits under which the engine compiles the grammar
-again.
+again, on a larger stack: a grammar that could end a process ends a text worker.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import RequestError
-from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
+from windlass.engine.interface.validation import GRAMMAR_LIMITS, GRAMMAR_STACK_BYTES, MAX_GRAMMAR_CHARACTERS
+from windlass.engine.process_setup import thread_stack_size
+from windlass.server.text.grammar_depth import check_depth
 from windlass.server.text.schema_rewriting import (
     enforced_schema,
     expand_ascii_classes,
@@ -52,11 +55,20 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Load the library and build the vocabulary before the first request."""
-        self.compile("json_object", "")
+        """Load the library and build the vocabulary before the first request. Starts no thread: the process may fork."""
+        self._compile("json_object", "", "")
 
     def compile(self, kind: str, value: str, alternative: str = "") -> str:
         """Return the serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                with thread_stack_size(GRAMMAR_STACK_BYTES):
+                    compiled = pool.submit(self._compile, kind, value, alternative)
+            except RuntimeError:  # a thread cannot be started
+                raise MemoryError from None
+            return compiled.result()
+
+    def _compile(self, kind: str, value: str, alternative: str) -> str:
         try:
             grammar = _serialize(kind, value)
         except MemoryError:
@@ -72,6 +84,10 @@ class GrammarCompiler:
     def _check(self, kind: str, grammar: str) -> None:
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(f"the grammar has {len(grammar)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}")
+        try:
+            check_depth(grammar)
+        except ValueError as error:
+            raise RequestError(_error_message(kind, str(error))) from None
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._byte_tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 # String formats that llguidance enforces. Others are annotations, as JSON Schema permits.
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
 MAX_REFERENCE_PARTS = 1000
+_INDEX = re.compile("[0-9]{1,6}")
 _MAX_SCHEMAS = 20_000  # subschemas that are checked for finite documents
 
 # Keywords whose values map names to schemas.
@@ -27,6 +29,7 @@ _DELEGATING_KEYWORDS = ("$ref", "anyOf", "oneOf", "allOf")
 # Keywords with schemas of members and items.
 _CHILD_KEYWORDS = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")
 _OTHER_MEMBER_KEYWORDS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_NESTING_KEYWORDS = frozenset({*_CHILD_KEYWORDS, *_OTHER_MEMBER_KEYWORDS, "anyOf", "oneOf", "allOf"})
 _VALUE_KEYWORDS = (
     *_OTHER_MEMBER_KEYWORDS,
     *_CHILD_KEYWORDS,
@@ -46,7 +49,8 @@ _ESCAPED = r"\\."
 _IN_CLASS = re.compile(rf"(?:\\[^dwsDWS]|[^\\\[\]-])-(?:{_ESCAPED}|[^\\\[\]-])|{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
 _OUT_OF_CLASS = re.compile(rf"{_ESCAPED}|\[\^?\]?|.", re.DOTALL)
 # Parts of llguidance's Lark that may contain slashes: comments, strings, special tokens and patterns.
-_LARK = re.compile(rf'(?:#|//)[^\n]*|"(?:{_ESCAPED}|[^"\\])*"|<[^<>\s]+>|(/(?:{_ESCAPED}|[^/\\])+/)', re.DOTALL)
+LARK_LITERAL = rf'(?:#|//)[^\n]*|"(?:{_ESCAPED}|[^"\\])*"|<[^<>\s]+>|(/(?:{_ESCAPED}|[^/\\])+/)'
+_LARK = re.compile(LARK_LITERAL, re.DOTALL)
 
 
 def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -119,6 +123,19 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
 
 
+def schema_children(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of a schema's members, items and alternatives, in their order."""
+    for key, value in schema.items():
+        if key not in _NESTING_KEYWORDS:
+            continue
+        if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list):
+            yield from value
+        else:
+            yield value
+
+
 def _standalone_schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the subschemas that are, wherever they apply, the only schema of a value."""
     standalone: dict[int, dict[str, Any]] = {}
@@ -171,11 +188,15 @@ def has_no_finite_document(schema: Any) -> bool:
         if isinstance(part, dict | list):
             stack.extend(part.values() if isinstance(part, dict) else part)
     finite: set[int] = set()
+    pending = list(reversed(nodes.values()))  # definitions usually follow what refers to them
     while True:  # least fixed point of the schemas that need only schemas of the set
-        more = {key for key, part in nodes.items() if key not in finite and _is_finite(part, schema, finite)}
-        if not more:
+        before = len(finite)
+        for part in pending:
+            if _is_finite(part, schema, finite):
+                finite.add(id(part))
+        if len(finite) == before:
             return isinstance(schema, dict) and id(schema) not in finite
-        finite |= more
+        pending = [part for part in pending if id(part) not in finite]
 
 
 def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
@@ -204,10 +225,13 @@ def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
 
 def resolve_reference(root: Mapping[str, Any], reference: str) -> Any:
     """Return the value that a reference within the document points to, None if it points to nothing or elsewhere."""
-    start, *path = reference.split("/", MAX_REFERENCE_PARTS)
+    start, *path = unquote(reference).split("/", MAX_REFERENCE_PARTS)
     found: Any = root if start == "#" else None
     for name in path:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if isinstance(found, list):
+            found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
+        else:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool
+from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool, TooManyCrashesError
 from windlass.server.text.workers.processes import (
     KilledError,
     OutOfMemoryError,
@@ -43,7 +44,10 @@ MAX_CACHED_BREAKER_LISTS = 64  # even a list without any tokens takes memory
 MAX_INLINE_MESSAGES = 64
 MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
 MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
-MAX_CONCURRENT_GRAMMARS = 2
+MAX_CONCURRENT_GRAMMARS = 2  # quick ones, and slow ones of different callers
+QUICK_GRAMMAR_SECONDS = (
+    0.25  # a grammar that takes longer is compiled again among the slow ones, so that others pass it
+)
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
 T = TypeVar("T")
 R = TypeVar("R")
@@ -118,6 +122,15 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
             type="rate_limit_error",
             code="too_much_text",
             retry_after=1,
+        )
+    if isinstance(error, TooManyCrashesError):
+        seconds = math.ceil(error.retry_after)
+        return ApiError(
+            429,
+            f"{error} repeatedly: wait {seconds} s, and change {param}",
+            type="rate_limit_error",
+            code="too_many_crashes",
+            retry_after=seconds,
         )
     return unavailable(str(error), code="text_unavailable", retry_after=1)
 
@@ -360,9 +373,16 @@ class TextService:
         grammar: str | None = self._grammars.pop(key, None)
         if grammar is None:
             task = partial(TextTasks.compile_grammar, kind=kind, value=value, alternative=alternative)
-            phase = Phase("grammar", "compiling this grammar", Limits(GRAMMAR_SECONDS, self.tokenizing.limits.memory))
-            size, limiter = len(value) + len(alternative), self._pool.grammars
-            grammar = await self.run(task, phase, param=param, size=size, caller=caller, limiter=limiter)
+            memory = self.tokenizing.limits.memory
+            phase = Phase("grammar", "compiling this grammar", Limits(GRAMMAR_SECONDS, memory))
+            size = len(value) + len(alternative)
+            with pool_errors_as_api_errors(param, phase):
+                try:
+                    quick, limiter = Limits(QUICK_GRAMMAR_SECONDS, memory), self._pool.grammars
+                    grammar = await self._pool.run(task, quick, size=size, caller=caller, limiter=limiter)
+                except TooSlowError:
+                    limiter = self._pool.slow_grammars
+                    grammar = await self._pool.run(task, phase.limits, size=size, caller=caller, limiter=limiter)
             while len(self._grammars) >= MAX_CACHED_GRAMMARS:
                 del self._grammars[next(iter(self._grammars))]
         self._grammars[key] = grammar  # at the end: the first one is the least recently used

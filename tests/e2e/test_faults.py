@@ -130,6 +130,55 @@ def test_engine_without_memory_is_replaced(server: RealServer) -> None:
     check_recovery(server, before)
 
 
+def chained_rules(count: int) -> str:
+    return "\n".join(["start: a0", *(f'a{i}: "x" a{i + 1} | "y"' for i in range(count)), f'a{count}: "z"'])
+
+
+def chained_schema(count: int) -> dict[str, object]:
+    links = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(count)}
+    return {"type": "object", "properties": {"y": {"$ref": "#/$defs/a0"}}, "$defs": {**links, f"a{count}": {}}}
+
+
+def in_lark(count: int) -> str:
+    """As schemas of functions are written."""
+    return f"start: %json {json.dumps(chained_schema(count))}"
+
+
+@pytest.mark.slow
+def test_deep_grammars_end_no_process_where_the_stack_is_unlimited() -> None:
+    """Threads then have stacks of 2 MiB unless their size is set, which is enough for 650 rules or 220 schemas."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if hard != resource.RLIM_INFINITY:
+        pytest.skip("this user may not lift the limit of the stack")
+    resource.setrlimit(resource.RLIMIT_STACK, (hard, hard))
+    try:
+        with serve() as server:
+            before = server.engine_pid()
+
+            for deep in (
+                answer(server, structured_outputs={"grammar": chained_rules(700)}),
+                answer(server, structured_outputs={"grammar": chained_rules(1900)}),
+                answer(server, structured_outputs={"json": chained_schema(300)}),
+                answer(server, structured_outputs={"json": chained_schema(900)}),
+                answer(server, structured_outputs={"regex": "(" * 60 + "a" + ")?" * 60}),
+                answer(server, structured_outputs={"choice": [f"sea {number}" for number in range(4000)]}),
+                answer(server, structured_outputs={"grammar": in_lark(900)}),
+            ):
+                # It is compiled; the limits of a mask may then end its answer.
+                assert deep.status_code == 200 or deep.json()["error"]["code"] == "no_token_left", deep.text
+            for too_deep in (
+                answer(server, structured_outputs={"grammar": chained_rules(2673)}),
+                answer(server, structured_outputs={"json": chained_schema(1500)}),
+                answer(server, structured_outputs={"grammar": in_lark(1500)}),
+            ):
+                assert too_deep.status_code == 400 and too_deep.json()["error"]["code"] == "invalid_grammar"
+                assert "levels deep" in too_deep.json()["error"]["message"]
+            assert server.engine_pid() == before and answer(server).status_code == 200
+            assert "ended" not in server.log.read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
 @pytest.mark.slow
 def test_killed_text_processes_are_replaced(server: RealServer) -> None:
     def ask() -> httpx.Response:

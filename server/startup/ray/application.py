@@ -30,6 +30,7 @@ from windlass._version import __version__
 from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.process_setup import disable_core_dumps
 from windlass.server.app.host_check import binding_of, is_loopback_host
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import moved_option_hint
@@ -174,6 +175,7 @@ class Ingress:
 
     async def __init__(self, spec: DeploymentSpec, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         spec.check()
+        disable_core_dumps()
         template = read_template(spec.server)
         path, engine, settings = await asyncio.to_thread(prepare, spec.model, spec.engine, spec.server)
         listener = None if spec.listener_actor is None else await fetch_listener(spec.listener_actor)

@@ -22,6 +22,7 @@ from windlass.engine.errors import EngineDeadError, EngineError
 from windlass.engine.interface.introspection import CacheQuery, CacheSnapshot, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
+from windlass.engine.process_setup import disable_core_dumps
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.wire import (
@@ -143,6 +144,7 @@ class EngineReplica:
 
     async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc]
         spec.check()
+        disable_core_dumps()
         self._id = serve.get_replica_context().replica_id.unique_id
         self._channels = OutputChannels(self._id)
         self._held, self._next_poll = 0.0, 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import gc
 import os
 import resource
@@ -18,7 +17,7 @@ import tokenizers
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
-from windlass.engine.process_setup import log_as_json, wants_json
+from windlass.engine.process_setup import disable_core_dumps, log_as_json, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
 from windlass.server.text.pair_prompts import names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer
@@ -58,10 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     control.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    disable_core_dumps()
     if wants_json():
         log_as_json("text", "warning", threads=False)  # a process that forks must have no threads
-    else:
-        faulthandler.enable()
     memory = MemoryLimit()
     tasks = _load(control, memory)
     if tasks is None:

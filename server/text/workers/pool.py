@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from windlass.server.text.workers.processes import (
     ClosedError,
     ForkError,
     ForkServer,
+    KilledError,
     OutOfMemoryError,
     ProcessDiedError,
     RefusedError,
@@ -30,35 +32,56 @@ from windlass.server.text.workers.processes import (
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job takes the slot of large jobs
 MAX_IDLE_PROCESSES = 3
+MAX_CRASHES, CRASH_SECONDS = 3, 30.0  # jobs of one kind and caller that may end their processes within this time
+_MAX_CRASHING = 1024  # kinds and callers whose crashes are remembered
 R = TypeVar("R")
+
+_logger = logging.getLogger("windlass.server")
 
 
 class QueueFullError(TextWorkerError):
     """Too much work is already waiting for a slot."""
 
 
+class TooManyCrashesError(TextWorkerError):
+    """Jobs of this caller have ended their processes repeatedly. retry_after: seconds until the next one may run."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("requests like this one have ended the processes they ran in")
+        self.retry_after = retry_after
+
+
 class FairLimiter:
     """Lets `width` jobs run at once. Waiting callers take turns, so a caller with 100 jobs delays another by one job.
 
-    max_waiting: total size of the waiting jobs; one caller may use half of it.
+    max_waiting: total size of the waiting jobs; one caller may use half of it. per_caller: jobs of one caller that run at once.
     """
 
-    def __init__(self, width: int, max_waiting: int) -> None:
+    def __init__(self, width: int, max_waiting: int, *, per_caller: int | None = None) -> None:
         self._free = width
         self._max_waiting = max_waiting
+        self._per_caller = per_caller or width
+        self._running: Counter[str] = Counter()
         self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
 
     @asynccontextmanager
     async def slot(self, caller: str, size: int) -> AsyncIterator[None]:
         """Wait for a slot and hold it. Raises QueueFullError without waiting."""
-        if self._free:
-            self._free -= 1
+        if self._may_start(caller):
+            self._start(caller)
         else:
             await self._wait(caller, size)
         try:
             yield
         finally:
-            self._release()
+            self._release(caller)
+
+    def _may_start(self, caller: str) -> bool:
+        return self._free > 0 and self._running[caller] < self._per_caller
+
+    def _start(self, caller: str) -> None:
+        self._free -= 1
+        self._running[caller] += 1
 
     async def _wait(self, caller: str, size: int) -> None:
         waiting = {name: sum(waiter.size for waiter in queue) for name, queue in self._queues.items()}
@@ -72,22 +95,23 @@ class FairLimiter:
             if waiter.granted.cancelled():
                 self._remove(caller, waiter)
             else:
-                self._release()  # the slot was granted at the same moment
+                self._release(caller)  # the slot was granted at the same moment
             raise
 
-    def _release(self) -> None:
-        while self._queues:
-            caller, queue = next(iter(self._queues.items()))
+    def _release(self, caller: str) -> None:
+        self._free += 1
+        self._running -= Counter([caller])  # without callers that have no running job
+        while self._free and (next_caller := next(filter(self._may_start, self._queues), None)) is not None:
+            queue = self._queues[next_caller]
             waiter = queue.popleft()
             if queue:
-                self._queues.move_to_end(caller)
+                self._queues.move_to_end(next_caller)
             else:
-                del self._queues[caller]
+                del self._queues[next_caller]
             # A waiter that was just cancelled stays queued until its task runs again.
             if not waiter.granted.done():
+                self._start(next_caller)
                 waiter.granted.set_result(None)
-                return
-        self._free += 1
 
     def _remove(self, caller: str, waiter: _Waiter) -> None:
         queue = self._queues.get(caller)
@@ -108,7 +132,8 @@ class _Waiter:
 class TextPool:
     """Processes for text jobs. Starts no process until `spawn` or the first job.
 
-    short, large, templates, grammars: concurrent jobs of each kind. max_waiting: see `FairLimiter`.
+    short, large, templates, grammars: concurrent jobs of each kind. As many slow grammars run as quick ones, of different
+    callers. max_waiting: see `FairLimiter`.
     jobs: number of jobs run. processes_lost: processes that ended unexpectedly.
     """
 
@@ -118,7 +143,9 @@ class TextPool:
         self._source = source
         self._short, self._large = FairLimiter(short, max_waiting), FairLimiter(large, max_waiting)
         self.templates, self.grammars = FairLimiter(templates, max_waiting), FairLimiter(grammars, max_waiting)
-        self._threads = ThreadPoolExecutor(short + large + templates + grammars, thread_name_prefix="windlass-text")
+        self.slow_grammars = FairLimiter(grammars, max_waiting, per_caller=1)
+        self._threads = ThreadPoolExecutor(short + large + templates + 2 * grammars, thread_name_prefix="windlass-text")
+        self._crashes: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()  # times, by kind of job and caller
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
         self._loaded = False
@@ -157,6 +184,8 @@ class TextPool:
         callers take turns. limiter: by size if None. Raises TextWorkerError. Cancelling it kills the job.
         """
         self.jobs += 1
+        kind = task.func.__name__, caller
+        self._check_crashes(kind)
         limiters = [limiter or (self._large if size >= LARGE_JOB else self._short)]
         if len(limits) > 1 and size >= LARGE_JOB:
             # A large chat is tokenized after rendering. In this order it holds no template slot while it waits.
@@ -175,6 +204,11 @@ class TextPool:
                 with contextlib.suppress(Exception):
                     await running  # the slots are free once the process is dead
                 raise
+            except ProcessDiedError as death:
+                _logger.warning("a text worker ended in %s: %s", kind[0], death)
+                if not isinstance(death, KilledError):
+                    self._count_crash(kind)
+                raise
         if result.error:
             error = RefusedError(result.message) if result.error == "input" else OutOfMemoryError()
             error.phase = result.phase
@@ -191,6 +225,17 @@ class TextPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         while self._idle:
             self._idle.pop().kill()
+
+    def _check_crashes(self, kind: tuple[str, str]) -> None:
+        times = self._crashes.get(kind)
+        if times is not None and len(times) == MAX_CRASHES and (seconds := times[0] + CRASH_SECONDS - _now()) > 0:
+            raise TooManyCrashesError(seconds)
+
+    def _count_crash(self, kind: tuple[str, str]) -> None:
+        self._crashes.setdefault(kind, deque(maxlen=MAX_CRASHES)).append(_now())
+        self._crashes.move_to_end(kind)
+        if len(self._crashes) > _MAX_CRASHING:
+            self._crashes.popitem(last=False)
 
     # ---- on threads --------------------------------------------------------------------------------------------------
     def _run_job(self, task: partial[R], limits: Sequence[Limits], size: int, handle: _JobHandle) -> Result:
@@ -266,6 +311,10 @@ class TextPool:
             server.wait_loaded()
             self._loaded = True
         return server
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class _JobHandle:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from helpers.eventually import in_time
 from helpers.live_server import Live, server_fixture
@@ -16,6 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.workers.frames import Limits
+from windlass.server.text.workers.pool import CRASH_SECONDS, MAX_CRASHES
+from windlass.server.text.workers.processes import ProcessDiedError, TextProcess
 from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -193,6 +196,47 @@ def longest_gap_beside_hostile_grammars(live: Live) -> float:
             done.append(True)
             following.result()
     return max(gaps)
+
+
+@pytest.mark.slow
+def test_slow_grammars_of_one_caller_do_not_delay_another(live: Live) -> None:
+    """Six slow grammars of one address wait. The small one of another address is done before the second of them."""
+    order: list[str] = []
+
+    def ask(address: str, members: int) -> None:
+        schema = {"type": "object", "properties": {f"{address} {i}": {} for i in range(members)}}
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=120) as client:
+            response = client.post(live.url + TEXT, json={"prompt": "a", "max_tokens": 1, "guided_json": schema})
+        assert response.status_code in (200, 400), response.text
+        order.append(address)
+
+    pool = live.state.text._pool
+    with ThreadPoolExecutor(7) as threads:
+        many = [threads.submit(ask, "127.0.0.1", 2500 + i) for i in range(6)]
+        live.wait(lambda: live.on_loop(lambda: bool(pool.slow_grammars._queues)))  # one runs
+        threads.submit(ask, "127.0.0.2", 2).result()
+        done = order.index("127.0.0.2")
+        for each in many:
+            each.result()
+    assert done <= 1
+
+
+def test_callers_whose_grammars_crash_repeatedly_get_429(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> Any:
+        raise ProcessDiedError("SIGSEGV")
+
+    body = {"prompt": [65], "guided_regex": "crash+"}
+    with monkeypatch.context() as patched:
+        patched.setattr(TextProcess, "run", crash)
+        for _ in range(MAX_CRASHES):
+            assert live.refuse(TEXT, body)["code"] == "grammar_failed"
+    response = live.post(TEXT, body)
+    assert response.status_code == 429 and 0 < int(response.headers["retry-after"]) <= CRASH_SECONDS
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("too_many_crashes", None) and "wait" in error["message"]
+    live.complete("a")  # other requests of the same caller
+    live.state.text._pool._crashes.clear()
+    live.complete("a", guided_regex="crash+")
 
 
 def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

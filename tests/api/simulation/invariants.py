@@ -62,7 +62,7 @@ def check_books(world: World) -> None:
     if state.callers._in_flight:
         world.violation(f"callers are still charged: {dict(state.callers._in_flight)}")
     lanes = state.text._pool
-    for lane in (lanes._short, lanes._large, lanes.templates, lanes.grammars):
+    for lane in (lanes._short, lanes._large, lanes.templates, lanes.grammars, lanes.slow_grammars):
         if lane._queues:
             world.violation("text jobs are left in a lane")
     for engine in world.engines:

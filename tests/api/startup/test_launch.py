@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -98,6 +99,10 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
         assert "libtorch" not in Path(f"/proc/{served.process.pid}/maps").read_text()
         assert complete(url).status_code == 200
 
+        (forks,) = children(served.process.pid, b"workers.fork_server")
+        for pid in (served.process.pid, served.engine_pid, forks):
+            assert resource.prlimit(pid, resource.RLIMIT_CORE) == (1, 1)  # neither a file nor a program, see core(5)
+            assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0
         engine = served.engine_pid
         stream = Stream(url, max_tokens=80)
         brake.touch()  # it must not end before another request is refused

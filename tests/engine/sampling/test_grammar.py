@@ -200,6 +200,32 @@ def test_a_slow_grammar_does_not_delay_cached_ones(monkeypatch: pytest.MonkeyPat
     assert compiler.known(OBJECT)
 
 
+def test_grammars_of_callers_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one caller one after another, short ones first."""
+    compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
+    long, middle, short = (LLMatcher.grammar_from_regex("a" * length) for length in (90, 60, 30))
+    order, begun, may_end = list[str](), threading.Event(), threading.Event()
+
+    def slow(vocabulary: Any, grammar: str, **fields: Any) -> LLMatcher:
+        order.append(grammar)
+        if grammar == long:
+            begun.set()
+            assert may_end.wait(30)
+        return LLMatcher(vocabulary, grammar, **fields)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", slow)
+    first = compiler.compile_in_background(long, "many")
+    assert begun.wait(30)
+    waiting = [compiler.compile_in_background(grammar, "many") for grammar in (middle, short, DATE)]
+    waiting[2].cancel()
+    compiler.compile_in_background(OBJECT, "one").result(30)
+    assert not first.done() and order == [long, OBJECT]
+    may_end.set()
+    for each in (first, *waiting[:2]):
+        each.result(30)
+    assert order == [long, OBJECT, short, middle]
+
+
 def test_no_step_compiles_grammars_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more grammars than the cache holds. Each is referenced only by its request."""
     threads: list[str] = []

@@ -53,6 +53,32 @@ def test_the_width_is_never_exceeded() -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_a_caller_uses_a_part_of_the_width() -> None:
+    async def main() -> None:
+        limiter, order, end = FairLimiter(2, 1000, per_caller=1), list[str](), asyncio.Event()
+
+        async def job(caller: str, name: str) -> None:
+            async with limiter.slot(caller, 1):
+                order.append(name)
+                await end.wait()
+
+        jobs = [asyncio.create_task(job("many", f"many {number}")) for number in range(3)]
+        jobs.append(asyncio.create_task(job("one", "one")))
+        jobs.append(asyncio.create_task(job("two", "two")))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert order == ["many 0", "one"]
+        jobs[0].cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert order == ["many 0", "one", "many 1"]
+        end.set()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        assert sorted(order) == ["many 0", "many 1", "many 2", "one", "two"]
+
+    asyncio.run(main())
+
+
 def test_the_total_size_of_waiting_jobs_is_limited() -> None:
     async def main() -> None:
         limiter = FairLimiter(1, 20)

@@ -25,13 +25,14 @@ from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
 from windlass.server.text.workers.frames import Limits, WorkerSource, pack_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, TextPool
+from windlass.server.text.workers.pool import CRASH_SECONDS, LARGE_JOB, MAX_CRASHES, TextPool, TooManyCrashesError
 from windlass.server.text.workers.processes import (
     RECYCLE_JOB_SIZE,
     ClosedError,
     ForkServer,
     KilledError,
     OutOfMemoryError,
+    ProcessDiedError,
     RefusedError,
     TextWorkerError,
     TooSlowError,
@@ -317,6 +318,36 @@ def test_a_process_killed_from_outside_is_not_an_error_of_the_job() -> None:
         asyncio.run(main())
     finally:
         made.close()
+
+
+def test_callers_whose_jobs_crash_repeatedly_wait(caplog: pytest.LogCaptureFixture) -> None:
+    made = make_pool()
+
+    def job(caller: str, **variables: Any) -> Awaitable[str]:
+        task = partial(TextTasks.render, **conversation(**variables))
+        return made.run(task, GENEROUS, size=5, caller=caller, limiter=made.templates)
+
+    async def main() -> None:
+        for _ in range(MAX_CRASHES):
+            spinning = asyncio.create_task(_outcome(job("one", spin=1)))  # type: ignore[arg-type]
+            while not made._server or not children_of(fork_server(made)):
+                await asyncio.sleep(0.01)
+            os.kill(children_of(fork_server(made))[0], signal.SIGSEGV)
+            died = await spinning
+            assert isinstance(died, ProcessDiedError) and "SIGSEGV" in str(died)
+        with pytest.raises(TooManyCrashesError) as refused:
+            await job("one")
+        assert 0 < refused.value.retry_after <= CRASH_SECONDS
+        assert await job("another") == "hello"
+        encode = partial(TextTasks.encode, texts=["x"], add_special_tokens=False)
+        assert await made.run(encode, GENEROUS, size=1, caller="one")  # other work of the same caller
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["a text worker ended in render: SIGSEGV"] * MAX_CRASHES
 
 
 def stop(pool: TextPool) -> int:
