@@ -212,7 +212,7 @@ def soak(url: str, seconds: float, memories: list[Memory], *, clients: int = 6) 
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(120.0, id="two minutes", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(60.0, id="a minute", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
         pytest.param(
             float(SOAK_SECONDS or 1800), id="half an hour", marks=[pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
         ),
@@ -291,7 +291,7 @@ async def kill_engines(
 @pytest.mark.parametrize(
     ("seconds", "longest"),
     [
-        pytest.param(45.0, 18.0, id="three quarters of a minute", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
+        pytest.param(30.0, 18.0, id="half a minute", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
         pytest.param(
             float(SOAK_SECONDS or 600), 36.0, id="ten minutes", marks=[pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
         ),

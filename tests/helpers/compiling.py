@@ -1,7 +1,8 @@
 """Compilation of all Triton programs that a script launches, for absent GPUs and without execution.
 
-Run as a script with compute capabilities, for example 80 and 90. Prints one line per program: bytes of shared memory,
-registers per thread and spilled bytes. Results of operations are meaningless.
+Run as a script with a compute capability, for example 90, and 1, or n to compile the first and then each nth variant of a
+program only. Prints one line per variant: bytes of shared memory, registers per thread and spilled bytes. Results of operations
+are meaningless.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ _TYPES = {
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _SHARED = {86: 99 << 10, 90: 227 << 10}  # bytes of shared memory per program
 _seen: set[str] = set()
+_variants: Counter[str] = Counter()
 
 
 def _type_of(operand: Any) -> str:
@@ -79,7 +82,7 @@ def _taken(made: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _compile(capability: int) -> Callable[..., None]:
+def _compile(capability: int, every: int) -> Callable[..., None]:
     def compile_instead(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **sizes: Any) -> None:
         options = {name: sizes.pop(name) for name in _OPTIONS if name in sizes}
         params = kernel.params[: len(operands)]
@@ -99,6 +102,9 @@ def _compile(capability: int) -> Callable[..., None]:
         if key in _seen:
             return
         _seen.add(key)
+        _variants[kernel.__name__] += 1
+        if (_variants[kernel.__name__] - 1) % every:
+            return
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         if options.get("enable_fp_fusion") is False:  # numbers that affect sampling are rounded as on other devices
@@ -369,10 +375,10 @@ def _draws() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for wanted in sys.argv[1:]:
-        launch.launch = _compile(int(wanted))
-        for name in [
-            name for name in sys.modules if name.startswith("windlass.kernels.triton.") and name != launch.__name__
-        ]:
-            del sys.modules[name]
-        everything(int(wanted))
+    wanted = int(sys.argv[1])
+    launch.launch = _compile(wanted, int(sys.argv[2]))
+    for name in [
+        name for name in sys.modules if name.startswith("windlass.kernels.triton.") and name != launch.__name__
+    ]:
+        del sys.modules[name]
+    everything(wanted)

@@ -64,12 +64,14 @@ def kill(engine: subprocess.Popen[str], seconds: float, right: dict[int, list[in
 
 
 @ON_A_CPU
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_killed_engines_leave_usable_files(right: dict[int, list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(12, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)]
+)
+def test_killed_engines_leave_usable_files(rounds: int, right: dict[int, list[int]], tmp_path: Path) -> None:
     """Two engines at a time on one folder, each killed at a random moment."""
     rng, restored = random.Random(9), 0
-    for _ in range(50):
+    for _ in range(rounds):
         engines = [start(tmp_path, rng.randrange(PROMPTS)) for _ in range(2)]
         restored += sum(kill(engine, 0.4 * rng.random(), right) for engine in engines)
     answers, cached, counts, log = finish(start(tmp_path))

@@ -425,7 +425,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "examples", [25, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600), ON_A_CPU])]
+    "examples",
+    [
+        25,
+        pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900), ON_A_CPU]),
+        pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(8 * 3600), ON_A_CPU]),
+    ],
 )
 def test_random_traffic_equals_the_oracle(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert EOS < VOCAB

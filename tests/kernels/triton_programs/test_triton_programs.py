@@ -35,21 +35,25 @@ pytest.importorskip("triton", reason="needs Triton: pip install --no-deps 'trito
 
 
 @ON_A_CPU
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("capability", "shared"),
-    [(86, 99 << 10), (90, 227 << 10)],  # smallest shared memory with the tensor instructions of 8.0, and Hopper
+    ("capability", "shared", "every"),
+    [
+        pytest.param(86, 99 << 10, 16, marks=pytest.mark.slow),
+        # The smallest shared memory with the tensor instructions of 8.0, and Hopper.
+        pytest.param(86, 99 << 10, 1, marks=pytest.mark.soak),
+        pytest.param(90, 227 << 10, 1, marks=pytest.mark.soak),
+    ],
 )
-def test_programs_compile_for(capability: int, shared: int, tmp_path: Path) -> None:
+def test_programs_compile_for(capability: int, shared: int, every: int, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", TESTS / "helpers" / "compiling.py", str(capability)],
+        [sys.executable, "-W", "ignore", TESTS / "helpers" / "compiling.py", str(capability), str(every)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=1700,
+        timeout=3500,
     )
     assert found.returncode == 0, found.stderr
     programs = LINE.findall(found.stdout)
