@@ -189,6 +189,7 @@ def test_spinning_is_bounded_unless_configured() -> None:
     assert host_resources.thread_wait_environment({"GOMP_SPINCOUNT": "7"}) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("given", "expected", "core_name"),

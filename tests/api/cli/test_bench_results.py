@@ -126,6 +126,7 @@ def test_names_from_files_are_escaped(files, capsys):
     assert "[blink]z.json" in out.replace("\n", "") and "[bold]x: – → [red]y" in out
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

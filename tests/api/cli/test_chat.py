@@ -51,6 +51,7 @@ def read(shown: str) -> tuple[str, int]:
     return text, int(context.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_the_conversation_and_its_commands(server, terminal):
     terminal.ask(PARAMS, r"next requests: temperature=0 max_tokens=12 ignore_eos=true\n")
     horse, dog = "What does horse mean?", "What does dog mean?"
@@ -132,6 +133,7 @@ def test_failed_commands_are_one_line_and_change_nothing(server, terminal):
     assert read(output) == answer(server, ("user", "What does horse mean?"), rope_scaling=sent)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_only_the_answer(server, terminal):
     terminal.ask("/params max_tokens=100000 ignore_eos=true temperature=0", "ignore_eos=true")
     terminal.ask("/context shift", "context_overflow=shift\n")

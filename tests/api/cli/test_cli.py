@@ -727,6 +727,7 @@ def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
     assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
 
 
+@pytest.mark.slow
 def test_generate_on_a_running_server(capsys, model, unused_port):
     with Served(model, "--api-key", "secret", SCRIPT_STEP_SECONDS="0") as served:
         url = served.wait_ready()

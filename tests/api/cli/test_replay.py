@@ -329,6 +329,7 @@ def test_incomplete_requests_are_limited_to_their_recorded_tokens(name: str, out
         assert (limits, asked["min_tokens"]) == (({4000}, 100) if outcome == "ok" else ({7}, 7))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_and_options_that_do_not_go(
     with_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

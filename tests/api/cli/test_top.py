@@ -59,6 +59,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_statistics_between_two_snapshots(server: RealServer) -> None:
     complete(server, 8)  # before the first snapshot
     with Client(server.url) as client:

@@ -75,7 +75,7 @@ def text_of(result: Any) -> str:
 SCALINGS = [None, RopeScaling.yarn(factor=4), {"rope_type": "linear", "factor": 2}, "long"]
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 async def test_scalings_and_reports_in_responses_and_streams(
     demo_server: RealServer, kind: str, endpoint: str, scaling: Any

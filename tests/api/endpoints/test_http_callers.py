@@ -191,6 +191,7 @@ def test_concurrency_is_exact_and_ends_with_the_request(live: Live) -> None:
     assert complete(live, "single").status_code == 200
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/score", "/rerank"])
 def test_a_request_without_an_answer_counts_once(live: Live, path: str) -> None:
     body = {

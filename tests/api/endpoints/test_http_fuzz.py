@@ -41,6 +41,7 @@ def posted(http: httpx.Client, path: str, body: bytes) -> httpx.Response:
     return answers[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("templates", "bodies"),

@@ -92,6 +92,7 @@ def cached(answer: dict[str, Any]) -> int:
 DOCUMENTS = [" ".join(f"{word} {number}" for number in range(40)) for word in ("river", "stone", "cloud")]
 
 
+@pytest.mark.slow
 def test_reordered_documents_are_reused_from_the_cache(server: RealServer) -> None:
     first, second, third = DOCUMENTS
     ask(server, f"Documents: {first} {second} {third} What are they about?")

@@ -289,6 +289,7 @@ def seeds_for(defect: str, count: int) -> list[int]:
     return [*range(first, count), *range(first)]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("defect", REPLICA_DEFECTS)
 def test_planted_defects_of_two_engines_are_detected(defect: str) -> None:

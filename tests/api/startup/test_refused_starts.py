@@ -151,7 +151,7 @@ DIRECTORIES = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(13)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("case", DIRECTORIES)
 def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
     change, says = DIRECTORIES[case]
@@ -217,7 +217,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("kv-persist-size: 1MiB")

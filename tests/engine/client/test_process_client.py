@@ -394,6 +394,7 @@ async def test_suspicion_ends_with_the_last_request(monkeypatch, spares):
         assert client.restarts == 0
 
 
+@pytest.mark.slow
 async def test_restart_waits_until_the_old_engine_has_ended(spares):
     """The socket of the old process is closed long before its end."""
     async with running() as client:

@@ -369,6 +369,7 @@ def test_out_of_memory_errors_are_recognized() -> None:
     assert not any(map(is_out_of_memory, others))
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_streams_of_a_client_continue(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))

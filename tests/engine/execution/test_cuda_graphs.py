@@ -346,6 +346,7 @@ def test_recurrent_models_give_equal_results(family: str, directory_of: Director
     assert compare_graphs(directory_of(family), traffic(), **STATES).num_replayed > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(RECURRENT, "qwen3_5"))
 def test_states_at_block_ends_of_steps_planned_ahead_are_cached(family: str, directory_of: DirectoryOf) -> None:
     """Two streams fill blocks at different times, in steps after which the next have been started; then both texts continue."""

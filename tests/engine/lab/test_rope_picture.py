@@ -106,6 +106,7 @@ def test_default_scalings_equal_the_formulas(at: int) -> None:
     assert found == pytest.approx(wanted, rel=1e-9), label
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "kind", slow_but([name for name in KINDS if name != "attention"], "angles", "cos-sin", "decay")

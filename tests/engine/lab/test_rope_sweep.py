@@ -83,6 +83,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_perplexities_equal_transformers(name: str, model: Path, text: Path, measured: dict) -> None:
     reference = Uncached(model)

@@ -69,6 +69,7 @@ def total(rows: torch.Tensor, start: int, ids: tuple[int, ...]) -> float:
     return sum(float(rows[i - 1, ids[i]]) for i in range(start, len(ids)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "factor"), [("no scaling", 1.0), ("linear 2", 2.0)])
 def test_scores_of_choices_and_segments_equal_transformers(
     name: str, factor: float, model: Path, kept: list[dict[str, Any]]

@@ -30,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=32)
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_of_every_family_with_a_scaling(family: str, tmp_path: Path) -> None:
     """Includes windows of 8 and two rotary groups. Chunks of 16 rows attend to cached keys."""

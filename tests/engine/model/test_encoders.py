@@ -149,6 +149,7 @@ def test_other_theta_changes_states(encoder: Path, tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("head", HEADS[1:])
 def test_every_vector_changes_states(family: str, head: str, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def error(core: EngineCore, reference: Path) -> float:
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(4)
 def test_logits_equal_the_entire_model(model: Path) -> None:
     core = make_core(model, max_num_batched_tokens=7)
     assert any("the text part of a multimodal model" in notice for notice in core.info.notices)

@@ -63,7 +63,7 @@ def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(3)
 def test_deterministic_bits_are_equal_in_any_chunks(family: Path) -> None:
     found = []
     for budget in (64, 7):

@@ -66,6 +66,7 @@ def test_every_response_type_has_both_methods() -> None:
         assert callable(response_type.to_dict) and callable(response_type.to_json), response_type
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("response_type", [each for each in TYPES if each.__name__ not in REQUEST_FORM | NOT_PARSED])
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -221,6 +221,7 @@ def index(wheel, monkeypatch):
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_pull_leaves_no_partial_file_and_can_be_repeated(number, wheel, index):

@@ -88,7 +88,7 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # has no grammar
 def test_sampled_texts_are_calls(
