@@ -12,11 +12,24 @@ from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text import chat_messages as history
 from windlass.server.text.chat_messages import prepare_history
 from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.template_probes import probe_template
 
-OBJECTS = "{{ tools }}{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
-TEXTS = "{{ tools }}{% for call in message['tool_calls'] %}{{ '<' + call['function']['arguments'] + '>' }}{% endfor %}"
-EITHER = TEXTS.replace("{{ '<'", "{% if call.function.arguments is string %}{{ '<'")
+
+
+def with_calls(arguments: str) -> str:
+    """A template that shows the arguments of calls by this expression."""
+    return (
+        "{{ tools }}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}" + arguments + "{% endfor %}{% endfor %}"
+    )
+
+
+OBJECTS = with_calls("{{ call.function.arguments | tojson }}")
+TEXTS = with_calls("{{ '<' + call['function']['arguments'] + '>' }}")
+EITHER = with_calls(
+    "{% if call.function.arguments is string %}{{ '<' + call.function.arguments + '>' }}"
+    "{% else %}{{ call.function.arguments | tojson }}{% endif %}"
+)
 NO_CALLS = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
@@ -37,9 +50,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
-    return prepare_history(
-        [ChatMessage(**message) for message in messages], tools, TemplateCapabilities.from_source(source), "<form>"
-    )
+    capabilities = probe_template(ChatTemplate(source))
+    return prepare_history([ChatMessage(**message) for message in messages], tools, capabilities, "<form>").messages
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
