@@ -13,7 +13,7 @@ from typing import Any, Literal
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.schemas.tools import MadeFunctionCall, parse_arguments
-from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.template_facts import CallIds, TemplateCapabilities
 
 _IGNORED_FIELDS = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
 _EXCLUDED_FIELDS = {"type", *_IGNORED_FIELDS, "function_call", "tool_calls", "tool_call_id", "content"}
@@ -43,9 +43,9 @@ def prepare_history(
     tools: functions on offer; a system message describes them if the template cannot. example: of a call, for that message.
     """
     check_history(messages, capabilities)
-    values = _ValueCounter()
+    values, ids = _ValueCounter(), _CallIds(capabilities.call_ids)
     plain = [
-        _template_message(message, capabilities, values, f"messages[{number}]")
+        _template_message(message, capabilities, values, ids, f"messages[{number}]")
         for number, message in enumerate(messages)
     ]
     fitting = _Fitting(capabilities)
@@ -58,6 +58,20 @@ def prepare_history(
         plain = fitting.text_into_results(plain)
     plain = fitting.merge_turns(plain)
     return FittedMessages(plain, tuple(sorted(fitting.changes)))
+
+
+def prepare_tools(
+    tools: Sequence[Mapping[str, Any]] | None, capabilities: TemplateCapabilities
+) -> Sequence[Mapping[str, Any]] | None:
+    """The functions that the template shows, in the form that it reads."""
+    if not tools or not capabilities.tools:
+        return None
+    if not capabilities.described_tools:
+        return tools
+    return [
+        {**tool, "function": {**tool["function"], "description": tool["function"].get("description", "")}}
+        for tool in tools
+    ]
 
 
 def check_history(messages: Sequence[ChatMessage], capabilities: TemplateCapabilities | None) -> None:
@@ -129,8 +143,30 @@ class _ValueCounter:
         return arguments
 
 
+class _CallIds:
+    """Call ids that the template accepts, the same for the same call."""
+
+    def __init__(self, form: CallIds) -> None:
+        self._form = form
+        self._made: dict[str, str] = {}  # of the last call with an id
+        self._count = 0
+
+    def of_call(self, call_id: str, name: str) -> str:
+        """The id of the next call."""
+        if self._form == "named":
+            self._made[call_id] = f"functions.{name}:{self._count}"
+            self._count += 1
+        return self.of_result(call_id)
+
+    def of_result(self, call_id: str) -> str:
+        """The id of the call that a result names."""
+        if self._form == "short" and not _ID.fullmatch(call_id):
+            return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+        return self._made.get(call_id, call_id)
+
+
 def _template_message(
-    message: ChatMessage, capabilities: TemplateCapabilities, values: _ValueCounter, path: str
+    message: ChatMessage, capabilities: TemplateCapabilities, values: _ValueCounter, ids: _CallIds, path: str
 ) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True, exclude=_EXCLUDED_FIELDS)
     if plain["role"] == "developer" and not capabilities.developer:
@@ -145,7 +181,7 @@ def _template_message(
     if calls:
         plain["tool_calls"] = [
             {
-                "id": _template_call_id(call_id, capabilities),
+                "id": ids.of_call(call_id, function.name),
                 "type": "function",
                 "function": {
                     "name": function.name,
@@ -157,9 +193,7 @@ def _template_message(
         if capabilities.null_content if content is None else not content and not capabilities.empty_content:
             return {**plain, "content": None}
     if plain["role"] == "tool":
-        plain["tool_call_id"] = _template_call_id(
-            message.tool_call_id or _function_call_id(message.name or ""), capabilities
-        )
+        plain["tool_call_id"] = ids.of_result(message.tool_call_id or _function_call_id(message.name or ""))
     role = plain.pop("role")
     return {"role": role, "content": content or "", **plain}
 
@@ -174,13 +208,6 @@ def _arguments(function: MadeFunctionCall, capabilities: TemplateCapabilities) -
 
 def _function_call_id(name: str) -> str:
     return f"call_{name}"  # calls of the older form have no id
-
-
-def _template_call_id(call_id: str, capabilities: TemplateCapabilities) -> str:
-    """A call id that the template accepts, the same for the same call."""
-    if not capabilities.short_ids or _ID.fullmatch(call_id):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 # ---- templates without calls ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from windlass.server.config.option_names import with_option_names
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history
+from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history, prepare_tools
 from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
@@ -487,7 +487,7 @@ class TextService:
             "add_generation_prompt": (not continuing) if prompts is None else prompts,
             "continue_final_message": continuing,
             "variables": variables,
-            "tools": tools if capabilities.tools else None,
+            "tools": prepare_tools(tools, capabilities),
             "with_tools": bool(tools),
         }
         return conversation, size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer_files import one_line, read_json
@@ -12,28 +12,36 @@ from windlass.server.text.tokenizer_files import one_line, read_json
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that come from fields of a request
 
 
+CallIds = Literal["any", "short", "named"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
     """Capabilities of a template, found by rendering short conversations (`template_probes`). By default it has all.
 
-    tools: it shows functions to the model. calls: it shows calls and their results.
-    text_arguments: it reads arguments of calls as JSON text instead of objects. null_content: it shows null content of a message
-    with calls in a form of its own. empty_content, text_with_calls: it shows calls if the content is empty, and if it is a text,
-    with that. short_ids: it accepts only call ids of nine characters. named_results: results must name their function.
-    parallel_calls: a message may have several calls. open_calls: a call may have no result. orphan_results: a result may have no
-    call. user_after_result: a user's message may follow a result.
+    tools: it shows functions to the model. described_tools: each of which must have a description.
+    calls: it shows calls and their results.
+    text_arguments: it reads arguments of calls as JSON text instead of objects.
+    null_content: it shows null content of a message with calls in a form of its own.
+    empty_content, text_with_calls: it shows calls if the content is empty, and if it is a text, with that.
+    call_ids: "short" if it accepts only ids of nine characters, "named" if it shows the name of a function only in the id of a
+    call, as `functions.name:0`.
+    named_results: results must name their function.
+    parallel_calls, open_calls: a message may have several calls, and a call may have no result.
+    orphan_results, user_after_result: a result may have no call, and a user's message may follow a result.
     system: it shows a system message. several_systems: it shows several at the front. late_systems: it shows later ones.
     developer: it has this role. repeated_users, repeated_assistants: a turn may follow another one of its role.
     known_roles: roles that it compares with the role of a message.
     """
 
     tools: bool = True
+    described_tools: bool = False
     calls: bool = True
     text_arguments: bool = False
     null_content: bool = False
     empty_content: bool = True
     text_with_calls: bool = True
-    short_ids: bool = False
+    call_ids: CallIds = "any"
     named_results: bool = False
     parallel_calls: bool = True
     open_calls: bool = True

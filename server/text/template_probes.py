@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
-from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.template_facts import CallIds, TemplateCapabilities
 
 _Message = dict[str, Any]
 _UNKNOWN_ROLE = "probe_role"
-_LONG_ID, _SHORT_ID = "call_probe{}xxxxxxxxxxxx", "probe000{}"  # of nine characters, as Mistral's templates require
+_CALL_IDS: dict[CallIds, str] = {  # short for Mistral's templates, named for Kimi K2's
+    "any": "probe{0}",
+    "short": "probe000{0}",
+    "named": "functions.probe_name{0}:{0}",
+}
 _TOOLS = [
     {
         "type": "function",
@@ -26,6 +30,11 @@ _TOOLS = [
             },
         },
     }
+]
+
+
+_UNDESCRIBED_TOOLS = [
+    {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object", "properties": {}}}}
 ]
 
 
@@ -47,9 +56,13 @@ class _RecordedRole(str):
 
 @dataclass(frozen=True, slots=True)
 class _CallForm:
-    """A form of calls and results in a history. null_content: of a message with calls; otherwise it is empty."""
+    """A form of calls and results in a history.
 
-    short_ids: bool = False
+    null_content: of a message with calls; otherwise it is empty. parts: of a call and its result that the template shows.
+    """
+
+    parts: tuple[str, ...] = ("name", "value", "result")
+    call_ids: CallIds = "any"
     text_arguments: bool = False
     null_content: bool = False
     named_results: bool = False
@@ -76,10 +89,10 @@ class _CallForm:
 
     def shown(self, *numbers: int) -> list[str]:
         """The texts of calls and their results."""
-        return [f"probe_{part}{number}" for number in numbers for part in ("name", "value", "result")]
+        return [f"probe_{part}{number}" for number in numbers for part in self.parts]
 
     def _id(self, number: int) -> str:
-        return (_SHORT_ID if self.short_ids else _LONG_ID).format(number)
+        return _CALL_IDS[self.call_ids].format(number)
 
 
 def probe_template(template: ChatTemplate) -> TemplateCapabilities:
@@ -103,7 +116,8 @@ class _Prober:
         roles = ("system", "developer") if developer else ("system",)
         form = self._call_form()
         return TemplateCapabilities(
-            tools=self._has_tools(),
+            tools=self._has_tools(_TOOLS),
+            described_tools=not self._has_tools(_UNDESCRIBED_TOOLS),
             developer=developer,
             system=system,
             several_systems=system and all(self._has_two_systems(*pair) for pair in product(roles, repeat=2)),
@@ -150,20 +164,21 @@ class _Prober:
         return frozenset(role.compared)
 
     # ---- functions ---------------------------------------------------------------------------------------------------
-    def _has_tools(self) -> bool:
+    def _has_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         user = _user("probe_user")
         return any(
-            "probe_tool" in (self._render(messages, _TOOLS) or "") for messages in ([user], [_system("probe"), user])
+            "probe_tool" in (self._render(messages, tools) or "") for messages in ([user], [_system("probe"), user])
         )
 
     def _call_form(self) -> _CallForm | None:
         """The form in which the template shows a call and its result, preferring the simplest one."""
-        for named, short, null, tools in product((False, True), repeat=4):
-            forms = [_CallForm(short, text, null, named, tools) for text in (False, True)]
-            as_object, as_text = ((self._show_call(form), form) for form in forms)
-            if as_object[0] is None and as_text[0] is None:
-                continue
-            return as_text[1] if _reads_text(as_object[0], as_text[0]) else as_object[1]
+        parts = ("name", "value", "result"), ("value", "result")
+        no_yes = False, True
+        for shown, named, ids, null, tools in product(parts, no_yes, _CALL_IDS, no_yes, no_yes):
+            forms = [_CallForm(shown, ids, text, null, named, tools) for text in no_yes]
+            as_object, as_text = map(self._show_call, forms)
+            if as_object is not None or as_text is not None:
+                return forms[_reads_text(as_object, as_text)]
         return None
 
     def _show_call(self, form: _CallForm) -> str | None:
@@ -176,12 +191,12 @@ class _Prober:
     def _call_capabilities(self, form: _CallForm) -> dict[str, Any]:
         tools = _TOOLS if form.with_tools else self._tools
         user, end = _user("probe_user"), _user("probe_end")
-        name, _, result = form.shown(0)
+        *call, result = form.shown(0)
         orphan = form.result()
         return {
             "calls": True,
             "text_arguments": form.text_arguments,
-            "short_ids": form.short_ids,
+            "call_ids": form.call_ids,
             "named_results": form.named_results,
             "null_content": self._has_null_content(form),
             "empty_content": not form.null_content,
@@ -194,19 +209,14 @@ class _Prober:
             "user_after_result": self._shows(
                 [user, form.assistant(0), orphan, end], *form.shown(0), "probe_end", tools=tools
             ),
-            "open_calls": self._shows([user, form.assistant(0), end], name, "probe_end", tools=tools),
+            "open_calls": self._shows([user, form.assistant(0), end], *call, "probe_end", tools=tools),
             "orphan_results": self._shows([orphan, _assistant("probe_answer"), end], result, "probe_end", tools=tools)
-            and self._shows([user, _assistant("probe_answer"), end, orphan], result, tools=tools),
+            and self._shows([user, _assistant("probe_answer"), orphan, end], result, "probe_end", tools=tools),
         }
 
     def _has_null_content(self, form: _CallForm) -> bool:
         """Whether null content of a message with calls is shown in a form of its own."""
-        texts = {
-            null: self._show_call(
-                _CallForm(form.short_ids, form.text_arguments, null, form.named_results, form.with_tools)
-            )
-            for null in (False, True)
-        }
+        texts = {null: self._show_call(replace(form, null_content=null)) for null in (False, True)}
         empty, null = texts[False], texts[True]
         if null is None or empty is None:
             return null is not None

@@ -61,7 +61,8 @@ MISTRAL = """
 {%- if system %}[SYS]{{ system }}[/SYS]{% endif %}
 {%- for message in rest %}
 {%- if message.role == 'user' %}
-{%- if loop.last and tools %}[TOOLS]{% for tool in tools %}{{ tool.function.name }};{% endfor %}[/TOOLS]{% endif %}[INST]{{ message.content }}[/INST]
+{%- if loop.last and tools %}[TOOLS]{% for tool in tools %}{{ tool.function.name }};{% endfor %}[/TOOLS]{% endif %}
+[INST]{{ message.content }}[/INST]
 {%- elif message.tool_calls %}[CALLS]
 {%- for call in message.tool_calls %}
 {%- if call.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
@@ -79,10 +80,13 @@ LLAMA31 = """
 {%- for tool in tools %}{{ tool.function.name }};{% endfor %}{{ rest[0]['content'] | trim }}{% set rest = rest[1:] %}
 {% endif %}
 {%- for message in rest %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}<{{ message.role }}>{{ message['content'] | trim }}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+<{{ message.role }}>{{ message['content'] | trim }}
 {% elif 'tool_calls' in message %}
-{%- if not message.tool_calls | length == 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
-{%- set call = message.tool_calls[0].function %}<assistant>{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
+{%- if not message.tool_calls | length == 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+<assistant>{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
 {% else %}<ipython>{{ message.content }}
 {% endif %}
 {%- endfor %}
@@ -104,7 +108,8 @@ GPT_OSS = """
 {%- elif message.role == 'assistant' %}<assistant>{{ message.content }}
 {% set last.name = none %}
 {%- elif message.role == 'tool' %}
-{%- if last.name is none %}{{ raise_exception('no previous assistant message with a tool call') }}{% endif %}<{{ last.name }}>{{ message.content | tojson }}
+{%- if last.name is none %}{{ raise_exception('no previous assistant message with a tool call') }}{% endif %}
+<{{ last.name }}>{{ message.content | tojson }}
 {% elif message.role == 'user' %}<user>{{ message.content }}
 {% endif %}
 {%- endfor %}
@@ -133,6 +138,20 @@ GLM4 = """[gMASK]<sop>
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
+# Shows the name of a function only in the id of its call.
+KIMI_K2 = """
+{%- if tools %}<system>tools:{% for tool in tools %}{{ tool.function.name }};{% endfor %}
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<tool>Return of {{ message.tool_call_id }}: {{ message.content }}
+{% else %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}<call>{{ call.id }}<arguments>
+{%- if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}{% endfor %}
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
 # Shows the last system message only; arguments as text; null content has a form of its own.
 DEEPSEEK = """
 {%- set ns = namespace(system='') %}
@@ -156,5 +175,6 @@ KINDS = {
     "gpt_oss": GPT_OSS,
     "phi4_mini": PHI4_MINI,
     "glm4": GLM4,
+    "kimi_k2": KIMI_K2,
     "deepseek": DEEPSEEK,
 }
