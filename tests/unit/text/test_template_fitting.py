@@ -459,7 +459,7 @@ def random_conversation(seed: int, kinds: str = "uuaacccst") -> tuple[list[Messa
         elif messages[-1]["role"] != "assistant":  # a text is not shown with a call by every template
             names = [f"name{number}{letter}" for letter in "ab"[: r.choice([1, 1, 2])]]
             texts += names
-            messages.append(calling(*names, content=r.choice([None, ""]), arguments='{"k": "%s"}' % text()))
+            messages.append(calling(*names, content=r.choice([None, ""]), arguments=f'{{"k": "{text()}"}}'))
             done = [name for name in names if r.random() < 0.85]
             r.shuffle(done)
             messages += [result(name) for name in done]
