@@ -56,7 +56,7 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 found = request_id(scope).encode()
-                further = [(name.encode(), value.encode()) for name, value in response_headers(scope).items() if value]
+                further = [(name.encode(), value.encode()) for name, value in response_headers(scope).items()]
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID_HEADER, found), *further]
                 if is_messages_api(scope):  # its clients read the header under this name
                     message["headers"].append((b"request-id", found))

@@ -132,9 +132,11 @@ TEMPLATE_CHANGES_HEADER = "x-windlass-template-changes"
 
 
 def _report_template_changes(changes: Sequence[str]) -> None:
-    """Set the header of the response that lists the changes; the last call counts, as turns may be dropped in between."""
-    if (scope := current_request.get()) is not None:
-        response_headers(scope)[TEMPLATE_CHANGES_HEADER] = ",".join(changes)
+    """Add changes to the header that lists them: a request may render several prompts, as when turns are dropped."""
+    if changes and (scope := current_request.get()) is not None:
+        headers = response_headers(scope)
+        known = headers.get(TEMPLATE_CHANGES_HEADER)
+        headers[TEMPLATE_CHANGES_HEADER] = ",".join(sorted({*changes, *(known.split(",") if known else ())}))
 
 
 class ServerState:

@@ -32,7 +32,7 @@ def set_request_id(scope: Scope, value: str) -> None:
 
 
 def response_headers(scope: Scope) -> dict[str, str]:
-    """Further headers of the response, which may be changed until it starts; empty ones are not sent."""
+    """Further headers of the response, which may be changed until it starts."""
     headers: dict[str, str] = scope.setdefault("windlass.response_headers", {})
     return headers
 

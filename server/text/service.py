@@ -206,19 +206,15 @@ class TextService:
             if self._capabilities is None:
                 plain, with_tools = self._templates[False], self._templates[True]
                 found = {False: None if plain is None else self._probe(with_tools=False)}
-                found[True] = (
-                    found[False]
-                    if with_tools == plain
-                    else None
-                    if with_tools is None
-                    else self._probe(with_tools=True)
-                )
+                found[True] = found[False] if with_tools == plain else self._probe(with_tools=True)
                 self._capabilities = found
             return self._capabilities
 
     def _probe(self, *, with_tools: bool) -> TemplateCapabilities:
         try:
-            return self._pool.run_blocking(partial(TextTasks.probe_template, with_tools=with_tools), PROBE_LIMITS)
+            variables = dict(self._settings.template_kwargs)
+            task = partial(TextTasks.probe_template, with_tools=with_tools, variables=variables)
+            return self._pool.run_blocking(task, PROBE_LIMITS)
         except (KilledError, ClosedError):
             raise
         except TextWorkerError as error:

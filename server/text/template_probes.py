@@ -13,6 +13,7 @@ from windlass.server.text.template_facts import CallIds, TemplateCapabilities
 
 _Message = dict[str, Any]
 _UNKNOWN_ROLE = "probe_role"
+_MAX_ROLES = _MAX_ROLE_CHARS = 64  # recorded ones; roles of requests are no longer
 _CALL_IDS: dict[CallIds, str] = {  # short for Mistral's templates, named for Kimi K2's
     "any": "probe{0}",
     "short": "probe000{0}",
@@ -31,8 +32,6 @@ _TOOLS = [
         },
     }
 ]
-
-
 _UNDESCRIBED_TOOLS = [
     {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object", "properties": {}}}}
 ]
@@ -44,7 +43,7 @@ class _RecordedRole(str):
     compared: set[str]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, str):
+        if isinstance(other, str) and len(other) <= _MAX_ROLE_CHARS and len(self.compared) < _MAX_ROLES:
             self.compared.add(str(other))
         return str.__eq__(self, other) is True
 
@@ -95,14 +94,17 @@ class _CallForm:
         return _CALL_IDS[self.call_ids].format(number)
 
 
-def probe_template(template: ChatTemplate) -> TemplateCapabilities:
-    """The capabilities of a template. If it does not show even one message of a user, all are assumed."""
-    return _Prober(template).capabilities()
+def probe_template(template: ChatTemplate, variables: Mapping[str, Any] | None = None) -> TemplateCapabilities:
+    """The capabilities of a template. If it does not show even one message of a user, all are assumed.
+
+    variables: those that every conversation has.
+    """
+    return _Prober(template, variables).capabilities()
 
 
 class _Prober:
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:
+        self._template, self._variables = template, variables
         self._tools: Sequence[Mapping[str, Any]] | None = None  # for conversations about something else
 
     def capabilities(self) -> TemplateCapabilities:
@@ -232,7 +234,9 @@ class _Prober:
 
     def _render(self, messages: Sequence[_Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
         try:
-            return self._template.render(messages, tools=tools or self._tools, null_content=True)
+            return self._template.render(
+                messages, tools=tools or self._tools, null_content=True, variables=self._variables
+            )
         except ChatTemplateError:
             return None
 

@@ -179,11 +179,11 @@ class TextTasks:
         """A serialized grammar; see `GrammarCompiler.compile`."""
         return self._grammars.compile(kind, value, alternative)
 
-    def probe_template(self, *, with_tools: bool) -> TemplateCapabilities:
-        """Capabilities of the template. with_tools: of the one for chats with functions."""
+    def probe_template(self, *, with_tools: bool, variables: Mapping[str, Any]) -> TemplateCapabilities:
+        """Capabilities of the template. with_tools: of the one for chats with functions. variables: of every chat."""
         template = self._tool_template if with_tools else self._template
         assert template is not None
-        return probe_template(template)
+        return probe_template(template, variables)
 
     def render(self, *, messages: Sequence[Mapping[str, Any]], with_tools: bool, **options: Any) -> str:
         """A conversation as text. with_tools: use the template for chats with functions. options: of `ChatTemplate.render`."""
