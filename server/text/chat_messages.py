@@ -379,18 +379,16 @@ class _Fitting:
 
     def merge_turns(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages without consecutive turns of one role, where the template demands alternation."""
-        merged_roles = {
-            role
-            for role, repeated in (
-                ("user", self._capabilities.repeated_users),
-                ("assistant", self._capabilities.repeated_assistants),
-            )
-            if not repeated
+        demands = {
+            "user": not self._capabilities.repeated_users,
+            "assistant": not self._capabilities.repeated_assistants,
         }
+        if not any(demands.values()):
+            return list(messages)
         fitted: list[dict[str, Any]] = []
         for role, turns in groupby(messages, lambda message: message["role"]):
             group = list(turns)
-            if len(group) > 1 and role in merged_roles:
+            if len(group) > 1 and demands.get(role):
                 self.changes.add("turns-merged")
                 group = [_join(group)]
             fitted += group
