@@ -46,7 +46,7 @@ from windlass.server.app.middleware import (
     allowed_methods,
     known_paths,
 )
-from windlass.server.app.state import ServerState
+from windlass.server.app.state import TEMPLATE_CHANGES_HEADER, ServerState
 from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
@@ -135,7 +135,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many headers (x-stainless-…); the operator restricts origins
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", TEMPLATE_CHANGES_HEADER],
             allow_credentials=False,
         )
     if settings.checks_hosts or settings.checks_origins:

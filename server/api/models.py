@@ -237,7 +237,7 @@ class ModelList(StrictModel):
 async def list_models(request: Request) -> Response:
     """List the served model under each of its names, and its adapters."""
     state = state_of(request)
-    fields = model_object(state)
+    fields = await model_object(state)
     found = [{**fields, "id": name} for name in state.settings.model_names]
     found += [{**fields, **_adapter_fields(state, adapter)} for adapter in state.adapters.listed()]
     found = [_with_anthropic_fields(model) for model in found]
@@ -251,7 +251,7 @@ async def get_model(request: Request, model: Annotated[str, Path(description="Na
     state = state_of(request)
     state.check_model(model)
     adapter = state.adapters.find(model)
-    fields = {**model_object(state), "id": model, **({} if adapter is None else _adapter_fields(state, adapter))}
+    fields = {**await model_object(state), "id": model, **({} if adapter is None else _adapter_fields(state, adapter))}
     return _json(_with_anthropic_fields(fields))
 
 
@@ -275,7 +275,7 @@ def _adapter_fields(state: ServerState, adapter: ServedAdapter) -> dict[str, Any
     }
 
 
-def model_object(state: ServerState) -> dict[str, Any]:
+async def model_object(state: ServerState) -> dict[str, Any]:
     """The model object. Values of the engine are null until the model has loaded."""
     info = state.engine.info
     fields: dict[str, Any] = {
@@ -307,16 +307,16 @@ def model_object(state: ServerState) -> dict[str, Any]:
     }
     fields["rotary"] = None if info is None else model_rotary_object(info)
     fields["special_tokens"] = state.tokenizer.special_tokens
-    fields["template"] = _template_support(state)
+    fields["template"] = await _template_support(state)
     fields["rotary_auto"] = None if info is None else auto_scaling_object(info)
     fields |= _task_fields(info, supports_infill=state.text.fill_in is not None)
     fields["scored_by"] = None if info is None else _scored_by(info, has_answer_tokens=bool(state.rerank_answer_ids))
     return fields
 
 
-def _template_support(state: ServerState) -> TemplateSupport | None:
+async def _template_support(state: ServerState) -> TemplateSupport | None:
     """Capabilities of the chat template; of the one for tools if there are two."""
-    capabilities = state.text.template_capabilities
+    capabilities = await state.text.template_capabilities(tools=True)
     if capabilities is None:
         return None
     thinking = state.thinking

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.server.app.auth import CALLER
 from windlass.server.errors import ApiError, body_too_large, error_response, internal_error, is_messages_api
-from windlass.server.observability.logging import current_request, request_id
+from windlass.server.observability.logging import current_request, request_id, response_headers
 
 UNCOUNTED_BYTES = 64 * 1024  # of each body; the number of such requests is limited instead
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger("windlass.server")
 
 
 class RequestIdMiddleware:
-    """Outermost middleware: a request id on every response, and a response to every failure.
+    """Outermost middleware: a request id and `response_headers` on every response, and a response to every failure.
 
     The id is the client's x-request-id or a new one; `set_request_id` may change it until the response starts.
     """
@@ -56,7 +56,8 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 found = request_id(scope).encode()
-                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID_HEADER, found)]
+                further = [(name.encode(), value.encode()) for name, value in response_headers(scope).items()]
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID_HEADER, found), *further]
                 if is_messages_api(scope):  # its clients read the header under this name
                     message["headers"].append((b"request-id", found))
             await send(message)

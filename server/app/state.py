@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.observability.event_loop_monitor import STALL_SECONDS
+from windlass.server.observability.logging import current_request, response_headers
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.text.reasoning import ThinkingControl
@@ -127,6 +128,17 @@ class StoppableExchange(Protocol):
     def stop(self, error: ApiError) -> None: ...
 
 
+TEMPLATE_CHANGES_HEADER = "x-windlass-template-changes"
+
+
+def _report_template_changes(changes: Sequence[str]) -> None:
+    """Add changes to the header that lists them: a request may render several prompts, as when turns are dropped."""
+    if changes and (scope := current_request.get()) is not None:
+        headers = response_headers(scope)
+        known = headers.get(TEMPLATE_CHANGES_HEADER)
+        headers[TEMPLATE_CHANGES_HEADER] = ",".join(sorted({*changes, *(known.split(",") if known else ())}))
+
+
 class ServerState:
     """State that the routes share; one per app.
 
@@ -154,7 +166,7 @@ class ServerState:
         self.tracing = _tracing(settings.otel_endpoint)
         self.draining = False
         self.created = int(time.time())
-        self.text = TextService(tokenizer, settings)
+        self.text = TextService(tokenizer, settings, _report_template_changes)
         # The token with which the model accepts a pair of texts, and possibly the refusing one; empty: it does not rank.
         self.rerank_answer_ids = (
             () if settings.ranking is None else rerank_answer_ids(tokenizer, settings.ranking.tokens)

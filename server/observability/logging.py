@@ -31,6 +31,12 @@ def set_request_id(scope: Scope, value: str) -> None:
     scope["windlass.request_id"] = value
 
 
+def response_headers(scope: Scope) -> dict[str, str]:
+    """Further headers of the response, which may be changed until it starts."""
+    headers: dict[str, str] = scope.setdefault("windlass.response_headers", {})
+    return headers
+
+
 def log_to_stderr(level: str, log_format: str) -> None:
     """Set up logging of this process and of its later child processes. log_format: "text" or "json"."""
     if log_format == JSON_FORMAT:

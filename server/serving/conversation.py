@@ -97,9 +97,16 @@ async def fit_turns(
 async def check_chat(request: Request, body: ChatRequest, *, arrival: float) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field."""
     info, state = admit_request(request, body), state_of(request)
-    arguments = body, state.tokenizer, state.settings.tool_call_parser
-    plan = partial(plan_tools, *arguments, has_output_format=parse_structured_output(body) is not None)
     has_tools = body.tools or body.functions  # which may be large
+    capabilities = await state.text.template_capabilities(tools=True) if has_tools else None
+    plan = partial(
+        plan_tools,
+        body,
+        state.tokenizer,
+        state.settings.tool_call_parser,
+        single_call=capabilities is not None and capabilities.single_call,
+        has_output_format=parse_structured_output(body) is not None,
+    )
     return check_generation(
         request,
         body,
@@ -123,7 +130,7 @@ async def prepare_chat(job: GenerationJob) -> tuple[list[Prompt], GenerationJob]
     """The only prompt of a chat, and the job changed for it: the prompt may end inside the model's thinking."""
     body, thinking = _chat_body(job), job.state.thinking
     if job.overflow == "drop_turns":
-        capabilities = job.state.text.template_capabilities_for(job.tools)
+        capabilities = await job.state.text.template_capabilities(tools=bool(job.tools))
         await job.state.text.run_in_thread(check_history, body.messages, capabilities)  # with the turns to be dropped
 
         async def encode(messages: list[ChatMessage]) -> tuple[Prompt, int]:

@@ -13,7 +13,6 @@ from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
 from windlass.server.serving.structured_output import StructuredOutput
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
-from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import PLAIN_JSON, format_of
 
@@ -47,10 +46,13 @@ def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | No
     return [_template_tool(tool.function) for tool in as_tool_definitions(tools)] if tools else None
 
 
-def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_output_format: bool = False) -> ToolPlan:
+def plan_tools(
+    body: ChatRequest, tokenizer: Tokenizer, parser: str, *, single_call: bool = False, has_output_format: bool = False
+) -> ToolPlan:
     """See `ToolPlan`; raises ApiError naming the field.
 
-    parser: a format's name, "auto" or "none". has_output_format: whether a form is required of an output without calls.
+    parser: a format's name, "auto" or "none". single_call: whether the template shows only one call of a message.
+    has_output_format: whether a form is required of an output without calls.
     """
     functions, choice, field = _functions(body)
     if not functions:
@@ -77,8 +79,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, has_outp
         return ToolPlan(tools)
     legacy = body.functions is not None
     template = tokenizer.template_for(True) or ""
-    capabilities = TemplateCapabilities.from_source(template)
-    once = legacy or named or capabilities.single_call  # the response cannot have more
+    once = legacy or named or single_call  # the response cannot have more
     parallel = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)
     grammar = None

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from windlass.server.text.pair_prompts import PairField, PairPrompt, PairTemplate
-from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
+from windlass.server.text.template_facts import RESERVED
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -138,7 +138,6 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._plain_reasoning = bool(_PLAIN_REASONING.search(source))
         self._max_output_chars = max_output_chars
-        self._null_content = TemplateCapabilities.from_source(source).null_content
         try:
             self._template = sandboxed_environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -155,14 +154,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        null_content: bool = False,
         variables: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text of a conversation; tokenize it with add_special_tokens=False.
 
         messages, tools, variables: exact JSON types (dict, list, str, int, float, bool, None), whose methods the sandbox knows.
-        Keys of messages whose value is None are dropped, as in transformers, except the content of a message with calls if the
-        template tests whether it is none.
+        Keys of messages whose value is None are dropped, as in transformers. null_content: except the content of a message with
+        calls, for templates that test whether it is none.
         continue_final_message: end inside the last message, for the model to continue it (True: its "content"; a string: that
         field). Excludes add_generation_prompt, which must then be False.
         variables, kwargs: further variables of the template, such as `chat_template_kwargs`. They override special tokens; names
@@ -179,7 +179,7 @@ class ChatTemplate:
             if name in RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
         try:
-            chat = _prepare_messages(messages, self._plain_reasoning, self._null_content)
+            chat = _prepare_messages(messages, self._plain_reasoning, null_content)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
             scope = {"documents": None, **self._special_tokens, **extra}
             scope.update(

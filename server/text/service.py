@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from windlass.server.config.option_names import with_option_names
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.text.chat_messages import prepare_history
+from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history, prepare_tools
 from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
@@ -24,6 +26,7 @@ from windlass.server.text.tool_parsers.formats import format_of
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool, TooManyCrashesError
 from windlass.server.text.workers.processes import (
+    ClosedError,
     KilledError,
     OutOfMemoryError,
     ProcessDiedError,
@@ -49,8 +52,11 @@ QUICK_GRAMMAR_SECONDS = (
     0.25  # a grammar that takes longer is compiled again among the slow ones, so that others pass it
 )
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
+PROBE_LIMITS = Limits(5.0, 512 * 2**20)  # for probing a chat template, which takes about 50 ms
 T = TypeVar("T")
 R = TypeVar("R")
+
+_logger = logging.getLogger("windlass.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +142,27 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
 
 
 class TextService:
-    """The text work of one app. `caller` in its methods: waiting requests of different callers take turns."""
+    """The text work of one app. `caller` in its methods: waiting requests of different callers take turns.
 
-    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+    on_changes: called for each chat, in its context, with the kinds of changes that fit its messages to the template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        on_changes: Callable[[Sequence[Change]], None] = lambda changes: None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._on_changes = on_changes
         self._settings = settings
         # By whether functions are on offer.
-        sources = {tools: tokenizer.template_for(tools) for tools in (False, True)}
-        self._template_capabilities = {
-            tools: None if source is None else TemplateCapabilities.from_source(source)
-            for tools, source in sources.items()
-        }
+        self._templates = {tools: tokenizer.template_for(tools) for tools in (False, True)}
+        self._capabilities: dict[bool, TemplateCapabilities | None] | None = None
+        self._probing = threading.Lock()
+        self._logged_changes: set[str] = set()
         self._call_examples = {
-            tools: format_of(settings.tool_call_parser, source).example for tools, source in sources.items()
+            tools: format_of(settings.tool_call_parser, source).example for tools, source in self._templates.items()
         }
         self.fill_in = FimTokens.from_tokenizer(tokenizer)
         self._pool = TextPool(
@@ -170,18 +184,9 @@ class TextService:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
 
     @property
-    def template_capabilities(self) -> TemplateCapabilities | None:
-        """Capabilities of the template for chats with functions (most models have only one); None without a template."""
-        return self._template_capabilities[True]
-
-    def template_capabilities_for(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateCapabilities | None:
-        """Capabilities of the template for chats with these functions; None without a template."""
-        return self._template_capabilities[bool(tools)]
-
-    @property
     def has_chat_template(self) -> bool:
         """Whether there is a template for plain chats."""
-        return self._template_capabilities[False] is not None
+        return self._templates[False] is not None
 
     @property
     def processes_lost(self) -> int:
@@ -195,8 +200,40 @@ class TextService:
         self._threads.submit(lambda: self._tokenizer.max_token_chars)
 
     def wait_loaded(self) -> None:
-        """Load; blocks. Raises LoadError if the chat template cannot be used."""
+        """Load; blocks. Raises LoadError if the chat template cannot be used. The template is probed meanwhile."""
         self._pool.wait_loaded()
+        self._threads.submit(self._load_capabilities)  # the first chat waits for it, the start does not
+
+    async def template_capabilities(self, *, tools: bool) -> TemplateCapabilities | None:
+        """Capabilities of the template for chats with or without functions; None without a template.
+
+        Waits for the text processes. Raises ApiError if they cannot be loaded.
+        """
+        if self._capabilities is None:
+            with pool_errors_as_api_errors("messages", self._rendering):
+                return (await self.run_in_thread(self._load_capabilities))[tools]
+        return self._capabilities[tools]
+
+    def _load_capabilities(self) -> dict[bool, TemplateCapabilities | None]:
+        with self._probing:
+            if self._capabilities is None:
+                plain, with_tools = self._templates[False], self._templates[True]
+                found = {False: None if plain is None else self._probe(with_tools=False)}
+                found[True] = found[False] if with_tools == plain else self._probe(with_tools=True)
+                self._capabilities = found
+            return self._capabilities
+
+    def _probe(self, *, with_tools: bool) -> TemplateCapabilities:
+        try:
+            variables = dict(self._settings.template_kwargs)
+            task = partial(TextTasks.probe_template, with_tools=with_tools, variables=variables)
+            return self._pool.run_blocking(task, PROBE_LIMITS)
+        except (KilledError, ClosedError):
+            raise
+        except TextWorkerError as error:
+            reason = _api_error(error, "messages", Phase("template", "probing it", PROBE_LIMITS)).message
+            _logger.warning("the chat template cannot be probed, so messages are not fitted to it: %s", reason)
+            return TemplateCapabilities()
 
     def pair_template(self) -> PairTemplate | None:
         """The template of pairs, if there is one; blocks while the text processes load. Raises ApiError."""
@@ -426,7 +463,7 @@ class TextService:
     # ---- chats -------------------------------------------------------------------------------------------------------
     def _check_chat(self, messages: Sequence[ChatMessage], options: ChatOptions) -> None:
         """Raise ApiError for options that cannot be used with this model or with each other."""
-        if self.template_capabilities_for(options.get("tools")) is None:
+        if self._templates[bool(options.get("tools"))] is None:
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
                 "messages",
@@ -452,21 +489,32 @@ class TextService:
         tools, variables = options.get("tools"), options["variables"]
         if self._settings.template_kwargs:
             variables = {**self._settings.template_kwargs, **(variables or {})}
-        capabilities = self.template_capabilities_for(tools)
+        capabilities = await self.template_capabilities(tools=bool(tools))
         assert capabilities is not None
         prepared = messages, capabilities, variables, tools, self._call_examples[bool(tools)]
         is_small = not tools and _is_small_chat(messages, variables)
-        plain, size = _prepare_history(*prepared) if is_small else await self.run_in_thread(_prepare_history, *prepared)
+        fit = _prepare_history
+        fitted, size = fit(*prepared) if is_small else await self.run_in_thread(fit, *prepared)
+        self._report_changes(fitted.changes)
         continuing, prompts = bool(options["continue_final_message"]), options["add_generation_prompt"]
         conversation = {
-            "messages": plain,
+            "messages": fitted.messages,
+            "null_content": capabilities.null_content,
             "add_generation_prompt": (not continuing) if prompts is None else prompts,
             "continue_final_message": continuing,
             "variables": variables,
-            "tools": tools if capabilities.tools else None,
+            "tools": prepare_tools(tools, capabilities),
             "with_tools": bool(tools),
         }
         return conversation, size
+
+    def _report_changes(self, changes: Sequence[Change]) -> None:
+        """Report changes of messages to the request's observer, and each kind once in the log."""
+        self._on_changes(changes)
+        for change in changes:
+            if change not in self._logged_changes:
+                self._logged_changes.add(change)
+                _logger.info("messages are changed to fit the chat template: %s (see docs/tools.md)", change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -611,11 +659,11 @@ def _prepare_history(
     variables: dict[str, Any] | None,
     tools: Sequence[Mapping[str, Any]] | None,
     example: str,
-) -> tuple[list[dict[str, Any]], int]:
-    """The messages as templates expect them, and the size of the template's input in characters and values."""
-    plain = prepare_history(messages, tools, capabilities, example)
+) -> tuple[FittedMessages, int]:
+    """The messages fitted to the template, and the size of the template's input in characters and values."""
+    fitted = prepare_history(messages, tools, capabilities, example)
     size = 0
-    stack: list[Any] = [plain, variables, tools]
+    stack: list[Any] = [fitted.messages, variables, tools]
     while stack:
         item = stack.pop()
         size += len(item) if isinstance(item, str) else 1
@@ -623,4 +671,4 @@ def _prepare_history(
             stack.extend(item.values())
         elif isinstance(item, list):
             stack.extend(item)
-    return plain, size
+    return fitted, size

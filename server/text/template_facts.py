@@ -2,55 +2,63 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer_files import one_line, read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that come from fields of a request
-_USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
-_SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
-_QUOTED = re.compile(r"""(['"])([\w-]{1,64})\1""")
-_IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")
 
 
-@dataclass(frozen=True, slots=True)
+CallIds = Literal["any", "short", "named"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
-    """Capabilities of a template, read from its text.
+    """Capabilities of a template, found by rendering short conversations (`template_probes`). By default it has all.
 
-    tools: it shows them to the model. calls: it renders calls and their results. text_arguments: it expects arguments of calls
-    as JSON text instead of objects. null_content: it tests whether content is null. short_ids: it accepts only call ids of nine
-    characters. single_call: a message has at most one call. developer: it supports this role. quoted_words: words in quotes,
-    including the roles that it tests for.
+    tools: it shows functions to the model. described_tools: each of which must have a description.
+    calls: it shows calls and their results.
+    text_arguments: it reads arguments of calls as JSON text instead of objects.
+    null_content: it shows null content of a message with calls in a form of its own.
+    empty_content, text_with_calls: it shows calls if the content is empty, and if it is a text, with that.
+    call_ids: "short" if it accepts only ids of nine characters, "named" if it shows the name of a function only in the id of a
+    call, as `functions.name:0`.
+    named_results: results must name their function.
+    parallel_calls, open_calls: a message may have several calls, and a call may have no result.
+    orphan_results, user_after_result: a result may have no call, and a user's message may follow a result.
+    system: it shows a system message. several_systems: it shows several at the front. late_systems: it shows later ones.
+    developer: it has this role. repeated_users, repeated_assistants: a turn may follow another one of its role.
+    known_roles: roles that it compares with the role of a message.
     """
 
-    tools: bool
-    calls: bool
-    text_arguments: bool
-    null_content: bool
-    short_ids: bool
-    single_call: bool
-    developer: bool
-    quoted_words: frozenset[str]
+    tools: bool = True
+    described_tools: bool = False
+    calls: bool = True
+    text_arguments: bool = False
+    null_content: bool = False
+    empty_content: bool = True
+    text_with_calls: bool = True
+    call_ids: CallIds = "any"
+    named_results: bool = False
+    parallel_calls: bool = True
+    open_calls: bool = True
+    orphan_results: bool = True
+    user_after_result: bool = True
+    system: bool = True
+    several_systems: bool = True
+    late_systems: bool = True
+    developer: bool = False
+    repeated_users: bool = True
+    repeated_assistants: bool = True
+    known_roles: frozenset[str] = frozenset()
 
-    @classmethod
-    def from_source(cls, source: str) -> TemplateCapabilities:
-        """The capabilities of a template."""
-        uses = [use.strip() for use in _USE.findall(source)]
-        as_object = any(use[:1] in ("|", ".") or use.startswith("is") for use in uses)
-        return cls(
-            tools=re.search(r"\btools\b", source) is not None,
-            calls="tool_calls" in source,
-            text_arguments=not as_object and any(use[:1] in ("+", "~", "-", "}") for use in uses),
-            null_content=_IS_NONE.search(source) is not None,
-            short_ids=_SHORT_IDS.search(source) is not None,
-            single_call="single tool-call" in source,
-            developer="developer" in source,
-            quoted_words=frozenset(word for _, word in _QUOTED.findall(source)),
-        )
+    @property
+    def single_call(self) -> bool:
+        """Whether a message has at most one call."""
+        return self.calls and not self.parallel_calls
 
 
 def chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:

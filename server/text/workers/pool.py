@@ -209,11 +209,11 @@ class TextPool:
                 if not isinstance(death, KilledError):
                     self._count_crash(kind)
                 raise
-        if result.error:
-            error = RefusedError(result.message) if result.error == "input" else OutOfMemoryError()
-            error.phase = result.phase
-            raise error
-        return cast(R, result.value)
+        return cast(R, _value_of(result))
+
+    def run_blocking(self, task: partial[R], *limits: Limits) -> R:
+        """Run a small job without waiting for a slot; blocks. Raises TextWorkerError and LoadError."""
+        return cast(R, _value_of(self._run_job(task, limits, 0, _JobHandle())))
 
     def close(self) -> None:
         """End all processes without waiting for their work; running jobs fail."""
@@ -315,6 +315,15 @@ class TextPool:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _value_of(result: Result) -> object:
+    """The value of a job; raises TextWorkerError if it failed."""
+    if result.error:
+        error = RefusedError(result.message) if result.error == "input" else OutOfMemoryError()
+        error.phase = result.phase
+        raise error
+    return result.value
 
 
 class _JobHandle:

@@ -12,6 +12,8 @@ from pydantic_core import to_json
 from windlass.engine.errors import RequestError
 from windlass.server.text.grammars import GrammarCompiler
 from windlass.server.text.pair_prompts import PairField, PairPrompt
+from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.template_probes import probe_template
 from windlass.server.text.tokenizer import TextOffsets, Tokenizer
 from windlass.server.text.workers.frames import pack_ids, unpack_ids
 
@@ -176,6 +178,12 @@ class TextTasks:
     def compile_grammar(self, *, kind: str, value: str, alternative: str) -> str:
         """A serialized grammar; see `GrammarCompiler.compile`."""
         return self._grammars.compile(kind, value, alternative)
+
+    def probe_template(self, *, with_tools: bool, variables: Mapping[str, Any]) -> TemplateCapabilities:
+        """Capabilities of the template. with_tools: of the one for chats with functions. variables: of every chat."""
+        template = self._tool_template if with_tools else self._template
+        assert template is not None
+        return probe_template(template, variables)
 
     def render(self, *, messages: Sequence[Mapping[str, Any]], with_tools: bool, **options: Any) -> str:
         """A conversation as text. with_tools: use the template for chats with functions. options: of `ChatTemplate.render`."""

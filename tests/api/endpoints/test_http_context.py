@@ -219,9 +219,9 @@ def test_too_long_required_turns_are_refused(live: Live) -> None:
     assert live.engine.requests == []
 
 
-def test_calls_without_results_are_refused_in_dropped_turns(live: Live) -> None:
+def test_results_that_name_no_call_are_refused_in_dropped_turns(live: Live) -> None:
     messages = long_chat(live)
-    messages.insert(2, {"role": "tool", "content": "x", "tool_call_id": "nobody's"})
+    messages.insert(2, {"role": "tool", "content": "x"})
     error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
     assert error["param"] == "messages[2].tool_call_id"
 

@@ -11,7 +11,6 @@ import pytest
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.serving.conversation import droppable_turns, fit_turns, without_turns
-from windlass.server.text.chat_messages import check_history
 
 CONTEXT = 400
 
@@ -81,7 +80,8 @@ def test_the_fewest_turns_are_dropped_and_none_in_part(seed: int) -> None:
     # Messages that must never be dropped, found without the code's own definition of turns.
     numbers = [next(i for i, each in enumerate(messages) if each is message) for message in kept]
     assert numbers == sorted(set(numbers))
-    check_history(kept, None)
+    made = {call.id for message in kept for call in message.tool_calls or ()}
+    assert made == {message.tool_call_id for message in kept if message.role == "tool"}
     gone = set(range(len(messages))) - set(numbers)
     assert not any(messages[i].role in ("system", "developer") for i in gone)
     users = [i for i, message in enumerate(messages) if message.role == "user"]

@@ -13,7 +13,9 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.server.config.settings import ServerSettings
 from windlass.server.schemas.chat import ChatMessage
+from windlass.server.text.chat_messages import FittedMessages
 from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, Prompt, TextService
+from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import Limits, pack_ids
 
@@ -38,6 +40,7 @@ def record_tasks(
         return answer(task.keywords)
 
     monkeypatch.setattr(service._pool, "run", run)
+    monkeypatch.setattr(service._pool, "run_blocking", lambda task, *limits: TemplateCapabilities())
     return asked
 
 
@@ -116,9 +119,9 @@ def test_large_chats_are_prepared_on_a_thread(
 ) -> None:
     threads: list[str] = []
 
-    def prepare(*args: Any) -> list[dict[str, Any]]:
+    def prepare(*args: Any) -> FittedMessages:
         threads.append(threading.current_thread().name)
-        return []
+        return FittedMessages([])
 
     monkeypatch.setattr("windlass.server.text.service.prepare_history", prepare)
     record_tasks(service, monkeypatch, lambda given: ("text", pack_ids([1, 2])))
