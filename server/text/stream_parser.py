@@ -101,11 +101,13 @@ class ParsingPlan:
 
     new_parser: creates the parser of one sample.
     markers: special tokens that the parser must see, even if they are omitted from answers.
+    call_openers: markers after which a call ends the thinking.
     legacy_function_call: whether a call is returned as `function_call`, OpenAI's API before tools.
     """
 
     new_parser: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
+    call_openers: tuple[str, ...] = ()
     legacy_function_call: bool = False
 
 
@@ -282,15 +284,19 @@ class StreamParser(ABC):
 
     def put_back(self, count: int) -> None:
         """Put back the last characters of the last taken piece."""
-        self._buffer.position -= count
-        self._buffer.taken_pieces[-1] = self._buffer.taken_pieces[-1][:-count]
+        if not count:
+            return
+        source = self._buffer
+        piece = source.taken_pieces[-1]
+        source.taken_pieces[-1] = piece[:-count]
+        if source.position >= count:
+            source.position -= count
+        else:  # more text has arrived since
+            source.data, source.position = piece[-count:] + source.data[source.position :], 0
 
     def skip_space(self) -> ParserSteps:
         """Take white space."""
-        while True:
-            self.take_match(_SPACE)
-            if self._buffer.position < len(self._buffer.data) or not (yield from self.wait_for_text()):
-                return
+        yield from self.take_match_ahead(_SPACE)
 
     def take_literal(self, *choices: str) -> Generator[None, None, str]:
         """Take the longest of `choices` that follows; return an empty string if none does."""
@@ -303,6 +309,19 @@ class StreamParser(ABC):
                 continue
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
+
+    def follows(self, literal: str) -> Generator[None, None, bool]:
+        """Return whether this text follows. Takes nothing."""
+        found = yield from self.take_literal(literal)
+        self.put_back(len(found))
+        return bool(found)
+
+    def look_ahead(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Return the next characters, at most MAX_NAME, as soon as `pattern` matches their beginning. Takes nothing."""
+        while True:
+            ahead = self._buffer.data[self._buffer.position : self._buffer.position + MAX_NAME]
+            if pattern.match(ahead) or len(ahead) == MAX_NAME or not (yield from self.wait_for_text()):
+                return ahead
 
     def take_truncated_tag(self, tags: Sequence[str]) -> bool:
         """Take the rest of a text that ends within one of the tags; return whether it does."""
@@ -318,6 +337,14 @@ class StreamParser(ABC):
         source = self._buffer
         found = pattern.match(source.data, source.position)
         return self.take(found.end() - source.position) if found else ""
+
+    def take_match_ahead(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Take the match of `pattern`, waiting for text as long as all of it matches."""
+        parts: list[str] = []
+        while True:
+            parts.append(self.take_match(pattern))
+            if self._buffer.position < len(self._buffer.data) or not (yield from self.wait_for_text()):
+                return "".join(parts)
 
     def take_while(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
         """Take at most MAX_NAME characters that match `pattern`, a pattern of one character."""
