@@ -151,7 +151,7 @@ def format_of_template(template: str | None) -> str:
     for each in _WITH_OWN_MARKERS:
         if each.opens[0] in template or each.closes[0] in template:
             return each.name
-    if "thought process" in template or ("<think>" in template and "<response>" in template):
+    if "thought process" in template or ("<think>" in template and "<response></response>" in template):
         return GRANITE.name
     if "</think>" not in template and "<think>" not in template:
         return NONE
@@ -381,9 +381,10 @@ class _AnswerParser:
             at = buffer.find(self._closing)
             if at < 0:
                 safe = len(buffer) - partial_marker_length(buffer, (self._closing,))
+                safe = max(len(buffer[:safe].rstrip(SPACE)), safe - MAX_LEADING_SPACE)
                 buffer, self._held = buffer[:safe], buffer[safe:]
             else:
-                buffer = buffer[:at] + buffer[at + len(self._closing) :]
+                buffer = buffer[:at].rstrip(SPACE) + buffer[at + len(self._closing) :]
                 self._closing = ""
         return self._rest.feed(buffer) if buffer else []
 

@@ -249,14 +249,15 @@ class JsonFormParser(JsonCallParser):
         """Take the calls after an opening marker, and what closes them."""
         form = self._form
         certain, fenced = marker in form.opens, marker == FENCE
+        tagged = marker in self._openers
         while True:  # further markers
             if fenced and marker == FENCE:
                 yield from self.take_literal(*_LANGUAGES)
             yield from self.skip_space()
-            found = (yield from self.take_literal(*self._openers)) if marker in self._openers else ""
+            found = yield from self.take_literal(*self._openers)
             if not found:
                 break
-            marker = found
+            marker, tagged = found, True
             certain, fenced = certain or found in form.opens, fenced or found == FENCE
         if marker in _FUNCTION_TAGS:
             made = yield from self._tagged_function()
@@ -266,10 +267,11 @@ class JsonFormParser(JsonCallParser):
             return
         while True:
             yield from self.skip_space()
-            closes = (*form.closes, *form.dropped, *((FENCE,) if fenced else ()), *(("}", "]") if certain else ()))
+            closes = (*form.closes, *form.dropped, *((FENCE,) if fenced else ()), *(("}", "]") if tagged else ()))
             if closes and (found := (yield from self.take_literal(*closes))):
                 fenced = fenced and found != FENCE
-                certain = certain and found in ("}", "]")
+                tagged = tagged and found in ("}", "]")
+                certain = certain and tagged
                 self.discard_taken()
                 continue
             separated = yield from self.take_literal(",", ";")
