@@ -33,7 +33,7 @@ SPACE = " \t\r\n"
 MAX_PROBED = (
     1 << 16
 )  # characters from an opener of calls within the thinking until it must be clear that a call follows
-MAX_FAILED_PROBES = 256  # openers within the thinking without a call; further ones are not examined
+MAX_FAILED_PROBES = 64  # openers within the thinking without a call; further ones are not examined
 PROBE_PIECE = 256  # characters
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
 _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thinking on and off

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from windlass.server.text.chat_messages import prepare_history
 from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
-from windlass.server.text.tool_parsers.formats import format_of
+from windlass.server.text.tool_parsers.formats import format_of, is_known
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool
 from windlass.server.text.workers.processes import (
@@ -45,6 +46,7 @@ MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
 MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
 MAX_CONCURRENT_GRAMMARS = 2
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
+_logger = logging.getLogger("windlass.server")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -122,8 +124,25 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
     return unavailable(str(error), code="text_unavailable", retry_after=1)
 
 
+def _call_format(parser: str, template: str | None) -> str | None:
+    """Name of the format in which calls are read, None if the template shows functions and no known format."""
+    if parser == "none":
+        return parser
+    if (
+        parser == "auto"
+        and template is not None
+        and TemplateCapabilities.from_source(template).tools
+        and not is_known(template)
+    ):
+        return None
+    return format_of(parser, template).name
+
+
 class TextService:
-    """The text work of one app. `caller` in its methods: waiting requests of different callers take turns."""
+    """The text work of one app. `caller` in its methods: waiting requests of different callers take turns.
+
+    call_format: format in which tool calls are read, None if that of the chat template is not known.
+    """
 
     def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
         self._tokenizer = tokenizer
@@ -137,6 +156,12 @@ class TextService:
         self._call_examples = {
             tools: format_of(settings.tool_call_parser, source).example for tools, source in sources.items()
         }
+        self.call_format = _call_format(settings.tool_call_parser, tokenizer.template_for(True))
+        if self.call_format is None:
+            _logger.warning(
+                "the chat template shows functions, but the format of its tool calls is not known: only calls in plain JSON "
+                "are recognized; --tool-call-parser names the format"
+            )
         self.fill_in = FimTokens.from_tokenizer(tokenizer)
         self._pool = TextPool(
             WorkerSource.from_tokenizer(tokenizer, settings.ranking),
