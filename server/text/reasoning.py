@@ -30,9 +30,8 @@ HARMONY, AUTO, NONE = "gpt_oss", "auto", "none"  # names in addition to those of
 HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
 HARMONY_CLOSES = ("<|end|>",)
 SPACE = " \t\r\n"
-MAX_PROBED = (
-    1 << 16
-)  # characters from an opener of calls within the thinking until it must be clear that a call follows
+# Characters after an opener of calls within the thinking until it must be clear whether a call follows.
+MAX_PROBED = 1 << 14
 MAX_FAILED_PROBES = 64  # openers within the thinking without a call; further ones are not examined
 PROBE_PIECE = 256  # characters
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
