@@ -214,8 +214,8 @@ class ThinkingParser(_ThinkingStage):
         self._ends = (*format.closes, *plan.call_openers)
         self._probe: _InterruptingCall | None = None  # parses `_held`, which begins with an opener of calls
         self._failed_probes = 0
-        if phase == "after" and format.wrappers:
-            self._rest = _AnswerParser(self._rest, format.wrappers, keep_space=True)
+        if phase == "after":
+            self._begin_unthinking_answer()
 
     @property
     def in_call(self) -> bool:
@@ -265,8 +265,13 @@ class ThinkingParser(_ThinkingStage):
                 return "", text
         self._at_start = False
         if not self._opened:
-            self._phase = "after"
+            self._begin_unthinking_answer()
         return text, ""
+
+    def _begin_unthinking_answer(self) -> None:
+        self._phase = "after"
+        if self._format.wrappers:
+            self._rest = _AnswerParser(self._rest, self._format.wrappers, keep_space=True)
 
     def _begin_answer(self) -> None:
         self._phase = "after"

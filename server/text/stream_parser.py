@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -148,17 +149,43 @@ class _Buffer:
     taken_pieces: list[str] = field(default_factory=list)  # taken since the last decision between content and markup
 
 
-def find_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, int] | None:
+@dataclass(frozen=True, slots=True)
+class _Markers:
+    """Compiled markers: pattern of all of them, their proper prefixes, and the length of the longest one."""
+
+    pattern: re.Pattern[str]
+    prefixes: frozenset[str]
+    firsts: re.Pattern[str]
+    longest: int
+
+
+@functools.lru_cache(256)
+def _compiled(markers: tuple[str, ...]) -> _Markers:
+    by_length = sorted(markers, key=len)  # at one position the shortest wins
+    firsts = "".join(map(re.escape, sorted({marker[0] for marker in markers})))
+    return _Markers(
+        re.compile("|".join(map(re.escape, by_length))),
+        frozenset(marker[:length] for marker in markers for length in range(1, len(marker))),
+        re.compile(f"[{firsts}]"),
+        len(by_length[-1]),
+    )
+
+
+def find_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, int] | None:
     """Return start and end of the first marker in the text, None if there is none."""
-    found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker, start)) >= 0]
-    return min(found, default=None)
+    found = _compiled(markers).pattern.search(text, start)
+    return found.span() if found else None
 
 
-def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+def partial_marker_length(text: str, markers: tuple[str, ...], start: int = 0) -> int:
     """Return how many characters at the end of the text may be the beginning of a marker."""
-    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):
-            return length
+    known = _compiled(markers)
+    at = max(start, len(text) - known.longest + 1)
+    while first := known.firsts.search(text, at):
+        at = first.start()
+        if text[at:] in known.prefixes:
+            return len(text) - at
+        at += 1
     return 0
 
 
@@ -356,21 +383,22 @@ class StreamParser(ABC):
             taken.append(self.take(1))
         return "".join(taken)
 
-    def pass_until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
+    def pass_until(self, markers: tuple[str, ...], out: Callable[[str], None]) -> Generator[None, None, str]:
         """Pass text to `out` up to the first of `markers`; take and return the marker, empty at the end of the text.
 
         No marker may be a prefix of another.
         """
-        firsts = {marker[0] for marker in markers}
+        known = _compiled(markers)
+        firsts, pattern = known.firsts, known.pattern
         while True:
             source = self._buffer
             data, position = source.data, source.position
             at = end = len(data)
-            if not firsts.isdisjoint(ahead := data[position:]):
-                if span := find_marker(data, markers, position):
-                    at, end = span
+            if first := firsts.search(data, position):
+                if found := pattern.search(data, first.start()):
+                    at, end = found.span()
                 elif not source.ended:
-                    at = end = len(data) - partial_marker_length(ahead, markers)
+                    at = end = len(data) - partial_marker_length(data, markers, first.start())
             if at > position:
                 source.position = at
                 out(data[position:at])

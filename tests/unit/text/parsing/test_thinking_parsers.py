@@ -8,6 +8,7 @@ import pytest
 
 from windlass.server.config.server_options import REASONING_PARSERS
 from windlass.server.text.reasoning import (
+    COHERE,
     DEEPSEEK_R1,
     FORMATS,
     GEMMA4,
@@ -46,6 +47,10 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (GRANITE, "before", "<think>t</think>\n<response> r</response>", "t", "r"),
     (GRANITE, "before", "<think>t</think> <respond>", "t", "<respond>"),
     (GRANITE, "inside", "t</think><response>r</resp", "t", "r</resp"),
+    (COHERE, "before", "<|START_RESPONSE|>Hi.<|END_RESPONSE|>", "", "Hi."),
+    (COHERE, "before", " Hi.", "", " Hi."),
+    (COHERE, "before", " <|START_TEXT|> Hi. <|END_TEXT|>", "", "Hi."),
+    (COHERE, "after", "<|START_RESP", "", "<|START_RESP"),
     (GEMMA4, "before", "<|channel>thought\nab c\n<channel|>\nHi <b>", "ab c", "Hi <b>"),
     (GEMMA4, "before", " \n<|channel>thought<channel|>\n Hi", "", "Hi"),
     (GEMMA4, "before", " <|chan Hi ", "", " <|chan Hi "),

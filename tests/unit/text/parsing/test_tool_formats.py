@@ -373,11 +373,20 @@ LONG = {
     "no quotes": "<|tool_call>call:look{a:" + "[" * 2000 + "x " * 1500,
     "python behind a marker": "<|tool_call_start|>[look(city=" + "[1, " * 1250,
     "one string": "[look(city='" + "x" * 5000,
+    "tags in a value": "<tool_call><function=look><parameter=city>" + "</function> <parameter=x" * 250,
+    "functions": "<tool_call><function=look>" * 200,
+    "keys": "<tool_call>look<arg_key>city</arg_key><arg_value>" + "<arg_key>x" * 500,
+    "invocations": '<invoke name="look"><parameter name="city">' + "</invoke>x" * 500,
+    "elements": ']<]minimax[>[<invoke name="look">' + "]<]minimax[>[<a>" * 300,
+    "fences": "```json\n{" * 500,
+    "recipients": ">>>look\n{" * 500,
+    "objects": '{"name": "look", "arguments": {}}' * 150,
+    "Python calls": "<function_calls>" + "look(city='x')\n" * 300,
 }
 
 
 @pytest.mark.quick_cases(9)
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_work_is_linear_in_the_text(kind: str) -> None:
     """Measured in characters buffered at each piece, not in time."""
     for name, text in LONG.items():
