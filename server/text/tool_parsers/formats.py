@@ -23,7 +23,7 @@ _PARAMETERS_CALL = _JSON_CALL.replace("arguments", "parameters")
 _JSON_LIST = f"[{_JSON_CALL}]"
 _PYTHON_CALL = f"{_NAME}({_ARGUMENT}={_VALUE})"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-_JSON_EXAMPLE = re.compile(r"""\\?["']name\\?["']\s*:.{1,200}?\\?["'](arguments|parameters)\\?["']\s*:""", re.DOTALL)
+_JSON_EXAMPLE = re.compile(r"""\\?["']name\\?["']\s*:.{1,200}?\\?["']arguments\\?["']\s*:""", re.DOTALL)
 
 Grammar = Callable[[CallGrammarOptions], str | None]
 

@@ -9,14 +9,18 @@ import itertools
 import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.parsed_answers import put_together
+from unit_helpers.vocabulary_files import vocabulary_files
 
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.reasoning import FORMATS as THINKING
 from windlass.server.text.reasoning import ChannelParser, ThinkingParser, format_of_template
 from windlass.server.text.stream_parser import CallOptions, OutputParser, ParsingPlan
+from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import FORMATS, detect, is_known
 
 SCHEMAS: dict[str, Any] = {
@@ -543,3 +547,62 @@ def test_thinking_format_of_a_template(template: str, name: str) -> None:
 
 def test_template_without_a_known_format() -> None:
     assert not is_known("{% if tools %}{{ tools | tojson }}{% endif %}<call>{{ call }}</call>")
+
+
+# Templates that render the call of a history in the syntax in which the model writes calls.
+RENDERED = """
+Apertus-8B-Instruct Apriel-1.6-15b-Thinker-fixed Bielik-11B-v3.0-Instruct ByteDance-Seed-OSS Cohere2MoE
+CohereForAI-c4ai-command-r7b-12-2024-tool_use GLM-4.6 GLM-4.7-Flash GigaChat3-10B-A1.8B GigaChat3.1-10B-A1.8B LFM2.5-8B-A1B
+MiMo-VL MiniMax-M1 MiniMax-M2 MiniMax-M3 Mistral-Small-3.2-24B-Instruct-2506 NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+NVIDIA-Nemotron-Nano-v2 NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B
+Qwen-Qwen2.5-7B-Instruct Qwen-Qwen3-0.6B Qwen3-Coder Qwen3.5-4B Reka-Edge Spark2.5 StepFun3.5-Flash
+deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek-ai-DeepSeek-V3.1 deepseek-ai-DeepSeek-V3.2 deepseek-ai-DeepSeek-V4
+deepseek-ai-DeepSeek-V4-Flash-0731 google-gemma-4-31B-it google-gemma-4-31B-it-interleaved ibm-granite-granite-4.0
+ibm-granite-granite-4.1 inclusionai-ling-3.0-flash meetkai-functionary-medium-v3.1 meetkai-functionary-medium-v3.2
+meta-llama-Llama-3.1-8B-Instruct meta-llama-Llama-3.2-3B-Instruct meta-llama-Llama-3.3-70B-Instruct
+mistralai-Ministral-3-14B-Reasoning-2512 mistralai-Mistral-Nemo-Instruct-2407 moonshotai-Kimi-K2 openai-gpt-oss-120b
+openbmb-MiniCPM5-1B poolside-Laguna-S-2.1 poolside-Laguna-XS-2.1 poolside-Laguna-XS.2 unsloth-Apriel-1.5
+unsloth-mistral-Devstral-Small-2507
+""".split()
+UNKNOWN_TEMPLATES = {"Kimi-K3", "muse-glimmer", "tencent-Hy3", "upstage-Solar-Open-100B"}
+
+
+def parsed_from_history(source: str) -> bool:
+    """Return whether a call in a history, as the template renders it, is parsed back."""
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    function = {"name": "weather", "description": "The weather.", "parameters": SCHEMAS["weather"]}
+    tools = [{"type": "function", "function": function}]
+    user = [{"role": "user", "content": "USER"}]
+    for arguments in (ROME, JSON):
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        history = [
+            *user,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": "RESULT"},
+        ]
+        try:
+            prompt = template.render(user, tools=tools)
+            text = template.render(history, tools=tools, add_generation_prompt=False)
+        except ChatTemplateError:
+            continue
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False))
+        for begin in (len(list(common)), text.rindex("USER") + len("USER")):
+            answer = text[begin:].partition("RESULT")[0]
+            try:
+                calls = read(detect(source).name, [answer])[1]
+            except ValueError:  # arguments within a string, where the template expects an object
+                continue
+            if calls == LOOK:
+                return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_calls_that_templates_render_are_parsed(request: pytest.FixtureRequest) -> None:
+    """The templates in llama.cpp's source, about 70."""
+    folder = vocabulary_files(Path(request.config.cache.mkdir("gguf-vocabularies")))
+    sources = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
+    assert [name for name in RENDERED if not parsed_from_history(sources[name])] == []
+    shown = {name for name, text in sources.items() if TemplateCapabilities.from_source(text).tools}
+    assert {name for name in shown if not is_known(sources[name])} == UNKNOWN_TEMPLATES
