@@ -67,7 +67,7 @@ def _json(name: str, form: JsonForm, grammar: Grammar, example: str, *template_m
         grammar=grammar,
         example=example,
         template_markers=template_markers,
-        markers=_tokens(*form.opens, *form.hints, *form.closes, *form.dropped),
+        markers=_tokens(*form.opens, *form.uncertain, *form.closes, *form.dropped),
         opens=form.opens,
     )
 

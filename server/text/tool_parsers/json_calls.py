@@ -24,14 +24,14 @@ _NAMESPACE = "functions."
 class JsonForm:
     """Text around a call object or a list of them.
 
-    opens: each begins calls of any function. hints: each begins calls of the request's functions, and is text otherwise.
+    opens: each begins calls of any function. uncertain: each begins calls of the request's functions, and is text otherwise.
     closes: optional text after calls. dropped: markers that are never content.
     starts, lines: JSON at the start of the text or of a line is a call if it names a function of the request.
     by_name: the name of the function is the key of its arguments. no_calls: names that stand for an answer without calls.
     """
 
     opens: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     starts: bool = False
@@ -47,20 +47,23 @@ _CLOSES = ("</tool_call>", "<|/tool_call|>", *(f"</{tag}>" for tag in _TAGS), "<
 # Qwen 2.5 and its derivatives often write the tags of their prompt instead of those that they were asked for.
 HERMES = JsonForm(
     opens=("<tool_call>", "<|tool_call|>"),
-    hints=(*_UNCERTAIN, *_FUNCTION_TAGS, FENCE),
+    uncertain=(*_UNCERTAIN, *_FUNCTION_TAGS, FENCE),
     closes=_CLOSES,
     starts=True,
     lines=True,
 )
 PLAIN = JsonForm(
-    hints=("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", *HERMES.hints), closes=_CLOSES, starts=True, lines=True
+    uncertain=("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", *HERMES.uncertain),
+    closes=_CLOSES,
+    starts=True,
+    lines=True,
 )
-LLAMA3 = JsonForm(hints=("<|python_tag|>",), starts=True)
+LLAMA3 = JsonForm(uncertain=("<|python_tag|>",), starts=True)
 NEMOTRON = JsonForm(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",))
 HUNYUAN = JsonForm(opens=("<tool_calls>", "<tool_call>"), closes=("</tool_calls>", "</tool_call>"))
 COHERE = JsonForm(
     opens=("<|START_ACTION|>",),
-    hints=("Action:", FENCE),
+    uncertain=("Action:", FENCE),
     closes=("<|END_ACTION|>",),
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     no_calls=("directly_answer", "directly-answer"),
@@ -226,7 +229,7 @@ class JsonFormParser(JsonCallParser):
     def __init__(self, form: JsonForm, options: CallOptions) -> None:
         self._form = form
         self.by_name, self.no_calls = form.by_name, form.no_calls
-        self._openers = (*form.opens, *form.hints)
+        self._openers = (*form.opens, *form.uncertain)
         super().__init__(options)
 
     def run(self) -> ParserSteps:
