@@ -152,6 +152,10 @@ class TemplateSupport(StrictModel):
 
     tools: bool = Field(description="Whether the template shows offered functions to the model.")
     calls: bool = Field(description="Whether the template renders calls and their results.")
+    call_format: str | None = Field(
+        description="Format in which tool calls are read from answers, a value of `--tool-call-parser`. Null: the template "
+        "shows functions, but its format is not known, so only calls in plain JSON are recognized."
+    )
     developer: bool = Field(description="Whether the template distinguishes the role `developer` from `system`.")
     thinking: str | None = Field(description="Format by which thinking is recognized in answers. Null: none.")
     thinking_choices: list[str] = Field(description="Template variables that control the amount of thinking.")
@@ -323,6 +327,7 @@ async def _template_support(state: ServerState) -> TemplateSupport | None:
     return TemplateSupport(
         tools=capabilities.tools,
         calls=capabilities.calls,
+        call_format=state.text.call_format(capabilities),
         developer=capabilities.developer,
         thinking=None if thinking.name == NONE else thinking.name,
         thinking_choices=sorted(thinking.choices),

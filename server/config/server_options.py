@@ -55,7 +55,10 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 NO_GENERATION_CONFIG = ("none", "vllm")  # the second is vLLM's word
 
-REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gemma4", "gpt_oss", "none")
+REASONING_PARSERS = (
+    *("auto", "deepseek_r1", "qwen3", "granite", "gemma4", "apertus", "cohere", "hunyuan", "longcat", "minicpm3"),
+    *("minimax_m3", "mistral", "seed_oss", "gpt_oss", "none"),
+)
 
 # Importing the parsers takes time: a test compares this list with them.
 TOOL_CALL_PARSERS = (
@@ -71,6 +74,28 @@ TOOL_CALL_PARSERS = (
     "deepseek_v31",
     "gemma4",
     "granite",
+    "apertus",
+    "cohere",
+    "command_r",
+    "deepseek_v32",
+    "functiongemma",
+    "functionary_v31",
+    "functionary_v32",
+    "gigachat3",
+    "glm45",
+    "granite_20b",
+    "hunyuan",
+    "internlm",
+    "kimi_k2",
+    "longcat",
+    "minicpm3",
+    "minicpm5",
+    "minimax_m2",
+    "minimax_m3",
+    "nemotron",
+    "olmo3",
+    "phi4_mini",
+    "seed_oss",
     "plain_json",
 )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.stream_parser import (
+    CallStart,
     Event,
     OutputParser,
     ParsingPlan,
@@ -29,6 +30,10 @@ HARMONY, AUTO, NONE = "gpt_oss", "auto", "none"  # names in addition to those of
 HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
 HARMONY_CLOSES = ("<|end|>",)
 SPACE = " \t\r\n"
+# Characters after an opener of calls within the thinking until it must be clear whether a call follows.
+MAX_PROBED = 1 << 14
+MAX_FAILED_PROBES = 64  # openers within the thinking without a call; further ones are not examined
+PROBE_PIECE = 256  # characters
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
 _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thinking on and off
 _EFFORT = "reasoning_effort"
@@ -46,7 +51,7 @@ class ThinkingFormat:
     """Markers around the thinking at the beginning of an answer.
 
     opens, closes: the markers, the most usual spelling first. always: thinking begins with the first token, even without
-    an opening marker. wrapper: markers around the answer after the thinking, which are omitted.
+    an opening marker. wrappers: pairs of markers around the answer after the thinking, which are omitted.
     label: word after an opening marker. may_recur: thinking may be opened repeatedly and anywhere, and markers are never
     text. interrupts: markers that end the thinking and belong to the answer.
     """
@@ -55,7 +60,7 @@ class ThinkingFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     always: bool = False
-    wrapper: tuple[str, str] | None = None
+    wrappers: tuple[tuple[str, str], ...] = ()
     label: str = ""
     may_recur: bool = False
     interrupts: tuple[str, ...] = ()
@@ -68,7 +73,7 @@ class ThinkingFormat:
     @property
     def markers(self) -> frozenset[str]:
         """Special tokens that the parser must see."""
-        return frozenset((*self.opens, *self.closes, *(self.wrapper or ())))
+        return frozenset((*self.opens, *self.closes, *(marker for pair in self.wrappers for marker in pair)))
 
     def phase(self, prompt: str, continued: str | None = None) -> ThinkingPhase:
         """Return where an answer to this rendered prompt begins.
@@ -97,7 +102,7 @@ GRANITE = ThinkingFormat(
     name="granite",
     opens=("<think>", "Here is my thought process:", "Here's my thought process:"),
     closes=("</think>", "Here is my response:", "Here's my response:"),
-    wrapper=("<response>", "</response>"),
+    wrappers=(("<response>", "</response>"),),
 )
 
 GEMMA4 = ThinkingFormat(
@@ -109,7 +114,28 @@ GEMMA4 = ThinkingFormat(
     interrupts=("<|tool_call>",),
 )
 
-FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE, GEMMA4)}
+APERTUS = ThinkingFormat(name="apertus", opens=("<|inner_prefix|>",), closes=("<|inner_suffix|>",), may_recur=True)
+COHERE = ThinkingFormat(
+    name="cohere",
+    opens=("<|START_THINKING|>",),
+    closes=("<|END_THINKING|>",),
+    wrappers=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+)
+HUNYUAN = replace(QWEN3, name="hunyuan", wrappers=(("<answer>", "</answer>"),))
+LONGCAT = ThinkingFormat(name="longcat", opens=("<longcat_think>",), closes=("</longcat_think>",))
+MINICPM3 = ThinkingFormat(name="minicpm3", opens=("<|thought_start|>",), closes=("<|thought_end|>",))
+MINIMAX_M3 = ThinkingFormat(name="minimax_m3", opens=("<mm:think>",), closes=("</mm:think>",))
+MISTRAL = ThinkingFormat(name="mistral", opens=("[THINK]",), closes=("[/THINK]",))
+SEED_OSS = ThinkingFormat(name="seed_oss", opens=("<seed:think>",), closes=("</seed:think>",))
+_WITH_OWN_MARKERS = (APERTUS, COHERE, LONGCAT, MINICPM3, MINIMAX_M3, MISTRAL, SEED_OSS)
+
+FORMATS = {
+    each.name: each
+    for each in (
+        *(DEEPSEEK_R1, QWEN3, GRANITE, GEMMA4, APERTUS, COHERE, HUNYUAN, LONGCAT, MINICPM3, MINIMAX_M3, MISTRAL),
+        SEED_OSS,
+    )
+}
 NAMES = (AUTO, *FORMATS, HARMONY, NONE)
 
 
@@ -121,10 +147,15 @@ def format_of_template(template: str | None) -> str:
         return HARMONY
     if GEMMA4.opens[0] in template:
         return GEMMA4.name
-    if "thought process" in template or ("<think>" in template and "<response>" in template):
+    for each in _WITH_OWN_MARKERS:
+        if each.opens[0] in template or each.closes[0] in template:
+            return each.name
+    if "thought process" in template or ("<think>" in template and "<response></response>" in template):
         return GRANITE.name
     if "</think>" not in template and "<think>" not in template:
         return NONE
+    if "<answer>" in template:
+        return HUNYUAN.name
     # DeepSeek's models always think, even if their template does not open the thinking.
     return DEEPSEEK_R1.name if "<\uff5cAssistant\uff5c>" in template else QWEN3.name
 
@@ -132,12 +163,13 @@ def format_of_template(template: str | None) -> str:
 class _ThinkingStage:
     """State shared by the parsers that separate thinking from the answer. See `OutputParser` and `TracksThinking`.
 
-    phase: where the text begins. rest: parses the answer.
+    phase: where the text begins. plan: parses the answer.
     """
 
-    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, rest: OutputParser) -> None:
+    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, plan: ParsingPlan) -> None:
         self._format = format
-        self._rest: OutputParser = rest
+        self._plan = plan
+        self._rest: OutputParser = plan.new_parser()
         self._opened = phase == "inside"
         self._held = ""  # possibly the beginning of a marker or label
         self._spaces: list[str] = []  # white space that is thinking only if more thinking follows
@@ -171,13 +203,23 @@ class _ThinkingStage:
 class ThinkingParser(_ThinkingStage):
     """Parser of answers with one thought at the beginning.
 
-    White space around the thinking belongs neither to it nor to the answer.
+    White space around the thinking belongs neither to it nor to the answer. A call after an opener of calls ends the
+    thinking; what follows such a marker and is no call belongs to the thinking.
     """
 
-    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, rest: OutputParser) -> None:
-        super().__init__(format, phase, rest)
+    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, plan: ParsingPlan) -> None:
+        super().__init__(format, phase, plan)
         self._phase = phase
-        self._at_start = phase != "after"  # whether an opening marker may follow
+        self._at_start = phase != "after"  # whether a marker may follow
+        self._ends = (*format.closes, *plan.call_openers)
+        self._probe: _InterruptingCall | None = None  # parses `_held`, which begins with an opener of calls
+        self._failed_probes = 0
+        if phase == "after":
+            self._begin_unthinking_answer()
+
+    @property
+    def in_call(self) -> bool:
+        return self._rest.in_call and self._phase == "after"
 
     @property
     def thinking(self) -> bool:
@@ -191,49 +233,132 @@ class ThinkingParser(_ThinkingStage):
         return self._think(text) if self.thinking else self._rest.feed(text)
 
     def finish(self) -> list[Event]:
+        events: list[Event] = []
+        while self._probe is not None:
+            made = self._probe.finish()
+            if made and isinstance(made[0], CallStart):
+                self._phase = "after"
+                return events + made
+            events += self._think(self._give_up_probe(events))
         held, self._held = self._held, ""
         if self._phase == "after":
-            return self._rest.finish()
-        if self._at_start and not self._opened:  # possibly an incomplete opening marker
+            return [*events, *self._rest.finish()]
+        if self._at_start and not self._opened:  # possibly an incomplete marker
             return [*self._rest.feed(held), *self._rest.finish()]
-        return [*self._reasoning_events(held), *self._rest.finish()]
+        return [*events, *self._reasoning_events(held), *self._rest.finish()]
 
     def _start(self, text: str) -> tuple[str, str]:
-        """Skip an opening marker; return the text after it and the text held back until the marker is complete."""
+        """Skip a marker; return the text after it and the text held back until the marker is complete."""
+        markers = self._format.opens if self._opened else (*self._format.opens, *self._format.closes)
         visible = text.lstrip(SPACE)
         if len(text) - len(visible) <= MAX_LEADING_SPACE:
-            for marker in self._format.opens:
+            for marker in markers:
                 if visible.startswith(marker):
-                    self._phase, self._at_start, self._opened = "inside", False, True
-                    return visible[len(marker) :], ""
-            if any(marker.startswith(visible) for marker in self._format.opens):
+                    self._at_start = False
+                    rest = visible[len(marker) :]
+                    if marker not in self._format.opens:  # a model that was asked not to think closes the thinking
+                        self._begin_answer()
+                        return rest, ""
+                    self._phase, self._opened = "inside", True
+                    return rest, ""
+            if any(marker.startswith(visible) for marker in markers):
                 return "", text
         self._at_start = False
         if not self._opened:
-            self._phase = "after"
+            self._begin_unthinking_answer()
         return text, ""
 
-    def _think(self, text: str) -> list[Event]:
-        buffer = self._held + text
-        found = find_marker(buffer, self._format.closes)
-        if found is None:
-            safe = len(buffer) - partial_marker_length(buffer, self._format.closes)
-            self._held = buffer[safe:]
-            return self._reasoning_events(buffer[:safe])
-        start, end = found
-        self._held = ""
-        events = self._reasoning_events(buffer[:start])
+    def _begin_unthinking_answer(self) -> None:
         self._phase = "after"
-        self._rest = _AnswerParser(self._rest, self._format.wrapper)
-        return events + self._rest.feed(buffer[end:])
+        if self._format.wrappers:
+            self._rest = _AnswerParser(self._rest, self._format.wrappers, keep_space=True)
+
+    def _begin_answer(self) -> None:
+        self._phase = "after"
+        self._rest = _AnswerParser(self._rest, self._format.wrappers)
+
+    def _think(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        while text:
+            if self._probe is None:
+                buffer, self._held = self._held + text, ""
+                found = find_marker(buffer, self._ends)
+                if found is None:
+                    safe = len(buffer) - partial_marker_length(buffer, self._ends)
+                    self._held = buffer[safe:]
+                    return events + self._reasoning_events(buffer[:safe])
+                start, end = found
+                events += self._reasoning_events(buffer[:start])
+                if buffer[start:end] in self._format.closes:
+                    self._begin_answer()
+                    return events + self._rest.feed(buffer[end:])
+                text = buffer[start:]
+                self._probe = _InterruptingCall(self._plan.new_parser(), self._format.closes)
+            # In pieces, because most probes fail at once, and up to a limit that does not depend on how the text is split.
+            piece = text[: min(PROBE_PIECE, MAX_PROBED - len(self._held))]
+            self._held, text = self._held + piece, text[len(piece) :]
+            made = self._probe.feed(piece)
+            if made and isinstance(made[0], CallStart):
+                return events + made + self._interrupt(self._probe, text)
+            if made or len(self._held) >= MAX_PROBED:
+                text = self._give_up_probe(events) + text
+        return events
+
+    def _interrupt(self, rest: OutputParser, text: str) -> list[Event]:
+        """Continue with the text after the beginning of a call."""
+        self._held, self._probe, self._phase, self._rest = "", None, "after", rest
+        return rest.feed(text) if text else []
+
+    def _give_up_probe(self, events: list[Event]) -> str:
+        """Add the opener to the thinking and return the text after it."""
+        text, self._held, self._probe = self._held, "", None
+        self._failed_probes += 1
+        if self._failed_probes == MAX_FAILED_PROBES:
+            self._ends = self._format.closes
+        opener = max(len(marker) for marker in self._plan.call_openers if text.startswith(marker))
+        events += self._reasoning_events(text[:opener])
+        return text[opener:]
+
+
+class _InterruptingCall:
+    """Parser of a call within the thinking and of the text after it, without the closing marker of the thinking."""
+
+    def __init__(self, rest: OutputParser, closes: tuple[str, ...]) -> None:
+        self._rest = rest
+        self._closes = closes
+        self._held = ""
+
+    @property
+    def in_call(self) -> bool:
+        return self._rest.in_call
+
+    def feed(self, text: str) -> list[Event]:
+        buffer, self._held = self._held + text, ""
+        events: list[Event] = []
+        while buffer:
+            found = find_marker(buffer, self._closes)
+            if found is None:
+                safe = len(buffer) - partial_marker_length(buffer, self._closes)
+                self._held = buffer[safe:]
+                return events + (self._rest.feed(buffer[:safe]) if safe else [])
+            start, end = found
+            events += self._rest.feed(buffer[:start]) if start else []
+            if self._rest.in_call:
+                events += self._rest.feed(buffer[start:end])
+            buffer = buffer[end:]
+        return events
+
+    def finish(self) -> list[Event]:
+        return [*(self._rest.feed(self._held) if self._held else ()), *self._rest.finish()]
 
 
 class _AnswerParser:
-    """Parser of the answer after the thinking: removes leading white space and the wrapper."""
+    """Parser of the answer after the thinking: removes leading white space and the markers around the answer."""
 
-    def __init__(self, rest: OutputParser, wrapper: tuple[str, str] | None) -> None:
+    def __init__(self, rest: OutputParser, wrappers: tuple[tuple[str, str], ...], *, keep_space: bool = False) -> None:
         self._rest = rest
-        self._wrapper = wrapper  # None once it was read or can no longer follow
+        self._keep_space = keep_space  # unless a wrapper follows
+        self._wrappers = wrappers  # empty once one was read or can no longer follow
         self._closing = ""  # end of the wrapper, after its beginning was read
         self._started = False
         self._held = ""
@@ -245,21 +370,25 @@ class _AnswerParser:
     def feed(self, text: str) -> list[Event]:
         buffer, self._held = self._held + text, ""
         if not self._started:
-            buffer = buffer.lstrip(SPACE)
-            if self._wrapper is not None and buffer.startswith(self._wrapper[0]):
-                buffer = buffer[len(self._wrapper[0]) :].lstrip(SPACE)
-                self._closing, self._wrapper = self._wrapper[1], None
-            if self._wrapper is not None and self._wrapper[0].startswith(buffer):
+            visible = buffer.lstrip(SPACE)
+            for opening, closing in self._wrappers:
+                if visible.startswith(opening):
+                    buffer = visible = visible[len(opening) :].lstrip(SPACE)
+                    self._closing, self._wrappers, self._keep_space = closing, (), False
+            if any(opening.startswith(visible) for opening, _ in self._wrappers) and len(buffer) <= MAX_LEADING_SPACE:
                 self._held = buffer
                 return []
+            if not self._keep_space:
+                buffer = visible
             self._started = bool(buffer)
         if self._closing:
             at = buffer.find(self._closing)
             if at < 0:
                 safe = len(buffer) - partial_marker_length(buffer, (self._closing,))
+                safe = max(len(buffer[:safe].rstrip(SPACE)), safe - MAX_LEADING_SPACE)
                 buffer, self._held = buffer[:safe], buffer[safe:]
             else:
-                buffer = buffer[:at] + buffer[at + len(self._closing) :]
+                buffer = buffer[:at].rstrip(SPACE) + buffer[at + len(self._closing) :]
                 self._closing = ""
         return self._rest.feed(buffer) if buffer else []
 
@@ -275,8 +404,9 @@ class ChannelParser(_ThinkingStage):
     Every channel is thinking, with or without the label.
     """
 
-    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, rest: OutputParser) -> None:
-        super().__init__(format, phase, rest)
+    def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, plan: ParsingPlan) -> None:
+        super().__init__(format, phase, plan)
+        self._interrupts = (*format.interrupts, *plan.call_openers)
         self._inside = self._opened
         self._may_open = phase == "before"
         self._labelled = False  # whether the last text was an opening marker
@@ -298,7 +428,7 @@ class ChannelParser(_ThinkingStage):
                     break
                 buffer, self._labelled = buffer.removeprefix(label), False
                 continue
-            markers = (*self._format.opens, *self._format.closes, *(self._format.interrupts if self._inside else ()))
+            markers = (*self._format.opens, *self._format.closes, *(self._interrupts if self._inside else ()))
             found = find_marker(buffer, markers)
             if found is None:
                 safe = len(buffer) - partial_marker_length(buffer, markers)
@@ -324,8 +454,8 @@ class ChannelParser(_ThinkingStage):
             self._labelled = marker in self._format.opens
             self._inside = self._labelled
             self._separate = not self._inside
-            self._started = self._started or marker in self._format.interrupts
-            return marker not in self._format.interrupts
+            self._started = self._started or marker in self._interrupts
+            return marker not in self._interrupts
         if self._rest.in_call:
             return False
         if marker in self._format.opens:
@@ -385,7 +515,7 @@ class ThinkingControl:
         stage = ChannelParser if format.may_recur else ThinkingParser
         return replace(
             rest,
-            new_parser=lambda: stage(format, phase, rest.new_parser()),
+            new_parser=lambda: stage(format, phase, rest),
             markers=rest.markers | format.markers,
         )
 

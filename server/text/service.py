@@ -22,7 +22,7 @@ from windlass.server.text.chat_messages import Change, FittedMessages, prepare_h
 from windlass.server.text.fim_tokens import FimTokens
 from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
 from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
-from windlass.server.text.tool_parsers.formats import format_of
+from windlass.server.text.tool_parsers.formats import format_of, is_known
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool, TooManyCrashesError
 from windlass.server.text.workers.processes import (
@@ -53,8 +53,8 @@ QUICK_GRAMMAR_SECONDS = (
 )
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
 PROBE_LIMITS = Limits(5.0, 512 * 2**20)  # for probing a chat template, which takes about 50 ms
+_logger = logging.getLogger("windlass.server")
 T = TypeVar("T")
-R = TypeVar("R")
 
 _logger = logging.getLogger("windlass.server")
 
@@ -221,7 +221,21 @@ class TextService:
                 found = {False: None if plain is None else self._probe(with_tools=False)}
                 found[True] = found[False] if with_tools == plain else self._probe(with_tools=True)
                 self._capabilities = found
+                if found[True] is not None and self.call_format(found[True]) is None:
+                    _logger.warning(
+                        "the chat template shows functions, but the format of its tool calls is not known: only calls in plain "
+                        "JSON are recognized; --tool-call-parser names the format"
+                    )
             return self._capabilities
+
+    def call_format(self, capabilities: TemplateCapabilities) -> str | None:
+        """Format in which tool calls are read, None if the chat template shows functions and its format is not known."""
+        parser, template = self._settings.tool_call_parser, self._templates[True]
+        if parser == "none":
+            return parser
+        if parser == "auto" and template is not None and capabilities.tools and not is_known(template):
+            return None
+        return format_of(parser, template).name
 
     def _probe(self, *, with_tools: bool) -> TemplateCapabilities:
         try:

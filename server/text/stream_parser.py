@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -101,11 +102,13 @@ class ParsingPlan:
 
     new_parser: creates the parser of one sample.
     markers: special tokens that the parser must see, even if they are omitted from answers.
+    call_openers: markers after which a call ends the thinking.
     legacy_function_call: whether a call is returned as `function_call`, OpenAI's API before tools.
     """
 
     new_parser: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
+    call_openers: tuple[str, ...] = ()
     legacy_function_call: bool = False
 
 
@@ -146,17 +149,43 @@ class _Buffer:
     taken_pieces: list[str] = field(default_factory=list)  # taken since the last decision between content and markup
 
 
-def find_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, int] | None:
+@dataclass(frozen=True, slots=True)
+class _Markers:
+    """Compiled markers: pattern of all of them, their proper prefixes, and the length of the longest one."""
+
+    pattern: re.Pattern[str]
+    prefixes: frozenset[str]
+    firsts: re.Pattern[str]
+    longest: int
+
+
+@functools.lru_cache(256)
+def _compiled(markers: tuple[str, ...]) -> _Markers:
+    by_length = sorted(markers, key=len)  # at one position the shortest wins
+    firsts = "".join(map(re.escape, sorted({marker[0] for marker in markers})))
+    return _Markers(
+        re.compile("|".join(map(re.escape, by_length))),
+        frozenset(marker[:length] for marker in markers for length in range(1, len(marker))),
+        re.compile(f"[{firsts}]"),
+        len(by_length[-1]),
+    )
+
+
+def find_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, int] | None:
     """Return start and end of the first marker in the text, None if there is none."""
-    found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker, start)) >= 0]
-    return min(found, default=None)
+    found = _compiled(markers).pattern.search(text, start)
+    return found.span() if found else None
 
 
-def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+def partial_marker_length(text: str, markers: tuple[str, ...], start: int = 0) -> int:
     """Return how many characters at the end of the text may be the beginning of a marker."""
-    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):
-            return length
+    known = _compiled(markers)
+    at = max(start, len(text) - known.longest + 1)
+    while first := known.firsts.search(text, at):
+        at = first.start()
+        if text[at:] in known.prefixes:
+            return len(text) - at
+        at += 1
     return 0
 
 
@@ -282,15 +311,19 @@ class StreamParser(ABC):
 
     def put_back(self, count: int) -> None:
         """Put back the last characters of the last taken piece."""
-        self._buffer.position -= count
-        self._buffer.taken_pieces[-1] = self._buffer.taken_pieces[-1][:-count]
+        if not count:
+            return
+        source = self._buffer
+        piece = source.taken_pieces[-1]
+        source.taken_pieces[-1] = piece[:-count]
+        if source.position >= count:
+            source.position -= count
+        else:  # more text has arrived since
+            source.data, source.position = piece[-count:] + source.data[source.position :], 0
 
     def skip_space(self) -> ParserSteps:
         """Take white space."""
-        while True:
-            self.take_match(_SPACE)
-            if self._buffer.position < len(self._buffer.data) or not (yield from self.wait_for_text()):
-                return
+        yield from self.take_match_ahead(_SPACE)
 
     def take_literal(self, *choices: str) -> Generator[None, None, str]:
         """Take the longest of `choices` that follows; return an empty string if none does."""
@@ -303,6 +336,19 @@ class StreamParser(ABC):
                 continue
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
+
+    def follows(self, literal: str) -> Generator[None, None, bool]:
+        """Return whether this text follows. Takes nothing."""
+        found = yield from self.take_literal(literal)
+        self.put_back(len(found))
+        return bool(found)
+
+    def look_ahead(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Return the next characters, at most MAX_NAME, as soon as `pattern` matches their beginning. Takes nothing."""
+        while True:
+            ahead = self._buffer.data[self._buffer.position : self._buffer.position + MAX_NAME]
+            if pattern.match(ahead) or len(ahead) == MAX_NAME or not (yield from self.wait_for_text()):
+                return ahead
 
     def take_truncated_tag(self, tags: Sequence[str]) -> bool:
         """Take the rest of a text that ends within one of the tags; return whether it does."""
@@ -319,6 +365,14 @@ class StreamParser(ABC):
         found = pattern.match(source.data, source.position)
         return self.take(found.end() - source.position) if found else ""
 
+    def take_match_ahead(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Take the match of `pattern`, waiting for text as long as all of it matches."""
+        parts: list[str] = []
+        while True:
+            parts.append(self.take_match(pattern))
+            if self._buffer.position < len(self._buffer.data) or not (yield from self.wait_for_text()):
+                return "".join(parts)
+
     def take_while(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
         """Take at most MAX_NAME characters that match `pattern`, a pattern of one character."""
         taken: list[str] = []
@@ -329,21 +383,22 @@ class StreamParser(ABC):
             taken.append(self.take(1))
         return "".join(taken)
 
-    def pass_until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
+    def pass_until(self, markers: tuple[str, ...], out: Callable[[str], None]) -> Generator[None, None, str]:
         """Pass text to `out` up to the first of `markers`; take and return the marker, empty at the end of the text.
 
         No marker may be a prefix of another.
         """
-        firsts = {marker[0] for marker in markers}
+        known = _compiled(markers)
+        firsts, pattern = known.firsts, known.pattern
         while True:
             source = self._buffer
             data, position = source.data, source.position
             at = end = len(data)
-            if not firsts.isdisjoint(ahead := data[position:]):
-                if span := find_marker(data, markers, position):
-                    at, end = span
+            if first := firsts.search(data, position):
+                if found := pattern.search(data, first.start()):
+                    at, end = found.span()
                 elif not source.ended:
-                    at = end = len(data) - partial_marker_length(ahead, markers)
+                    at = end = len(data) - partial_marker_length(data, markers, first.start())
             if at > position:
                 source.position = at
                 out(data[position:at])

@@ -12,8 +12,8 @@ from windlass.server.text.stream_parser import (
     Event,
     OutputParser,
     Reasoning,
-    StreamParser,
 )
+from windlass.server.text.tool_parsers.formats import FORMATS
 
 SCHEMAS: dict[str, Any] = {"look": {"type": "object", "properties": {"city": {}, "days": {}}}, "find": {}}
 
@@ -26,8 +26,9 @@ def numbered(**options: Any) -> CallOptions:
     return CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options)
 
 
-def make(kind: type[StreamParser], **options: Any) -> StreamParser:
-    return kind(numbered(**options))
+def make(name: str, **options: Any) -> OutputParser:
+    """Return a parser of the named format."""
+    return FORMATS[name].parser(numbered(**options))
 
 
 def put_together(events: list[Event]) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
@@ -54,14 +54,61 @@ def tagged(options: CallGrammarOptions) -> str:
     )
 
 
-def granite(options: CallGrammarOptions) -> str:
-    """Granite: a marker, then a list of objects."""
-    return _json_list(options, options.token("<|tool_call|>"))
+def json_list(options: CallGrammarOptions, begin: str, end: str = "") -> str:
+    """A marker, a list of objects and a marker."""
+    return _json_list(options, options.token(begin), options.token(end) if end else "")
 
 
-def mistral_list(options: CallGrammarOptions) -> str:
-    """Mistral before version 11: a marker, then a list of objects."""
-    return _json_list(options, options.token("[TOOL_CALLS]"))
+def command_r(options: CallGrammarOptions) -> str:
+    """Command R: fenced JSON after `Action:`."""
+    begin, end = lark_string("Action: ```json\n"), lark_string("\n```")
+    return _json_list(options, begin, end, _json_head("parameters", "tool_name"))
+
+
+def cohere(options: CallGrammarOptions) -> str:
+    """Command R7B and A: a list of objects with numbers between markers."""
+    begin, end = options.token("<|START_ACTION|>"), options.token("<|END_ACTION|>")
+    before = lark_string('{"tool_call_id": "') + " /[0-9]{1,2}/ "
+    return _json_list(
+        options, begin, end, lambda name: before + lark_string(f'", "tool_name": "{name}", "parameters": ')
+    )
+
+
+def apertus(options: CallGrammarOptions) -> str:
+    """Apertus: a list of objects that map a name to arguments."""
+    begin, end = options.token("<|tools_prefix|>"), options.token("<|tools_suffix|>")
+    return _json_list(options, begin, end, lambda name: lark_string(f'{{"{name}": '))
+
+
+def granite_20b(options: CallGrammarOptions) -> str:
+    """Granite 20B: a marker before each object."""
+    begin, head = options.token("<function_call>"), _json_head("arguments")
+    return _grammar(options, lambda name: f"{begin} {lark_string(' ')} {head(name)}", lark_string("}"), between='" "')
+
+
+def internlm(options: CallGrammarOptions) -> str:
+    """InternLM: an object between markers."""
+    begin = f"{options.token('<|action_start|>')} {options.token('<|plugin|>')} {lark_string(chr(10))}"
+    head = _json_head("parameters")
+    end = f"{lark_string('}')} {options.token('<|action_end|>')}"
+    return _grammar(options, lambda name: f"{begin} {head(name)}", end)
+
+
+def gigachat3(options: CallGrammarOptions) -> str:
+    """GigaChat 3: one message of the role `function call` after an empty one."""
+    before = f"{options.token('<|message_sep|>')} {lark_string(chr(10) * 2 + 'function call')}"
+    before += f" {options.token('<|role_sep|>')} {lark_string(chr(10))}"
+    return _grammar(replace(options, parallel=False), _json_head("arguments"), lark_string("}"), before=before)
+
+
+def functionary_v31(options: CallGrammarOptions) -> str:
+    """Functionary 3.1: arguments between tags of the function."""
+    return _grammar(options, lambda name: lark_string(f"<function={name}>"), options.token("</function>"))
+
+
+def functionary_v32(options: CallGrammarOptions) -> str:
+    """Functionary 3.2: name and arguments on lines of their own. The prompt contains the first `>>>`."""
+    return _grammar(options, lambda name: lark_string(f"{name}\n"), "", between=lark_string("\n>>>"))
 
 
 def plain_json(options: CallGrammarOptions) -> str:
@@ -98,6 +145,21 @@ def deepseek_v31(options: CallGrammarOptions) -> str:
     return _deepseek(options, lambda name: f"{lark_string(name)} {separator}", "")
 
 
+def kimi_k2(options: CallGrammarOptions) -> str:
+    """Kimi K2: numbered names and arguments between markers."""
+    token = options.token
+    return _grammar(
+        options,
+        lambda name: (
+            f"{token('<|tool_call_begin|>')} {lark_string(f'functions.{name}:')} /[0-9]{{1,2}}/ "
+            f"{token('<|tool_call_argument_begin|>')}"
+        ),
+        token("<|tool_call_end|>"),
+        before=token("<|tool_calls_section_begin|>"),
+        after=token("<|tool_calls_section_end|>"),
+    )
+
+
 def harmony(options: CallGrammarOptions) -> str:
     """Harmony: optional reasoning, then one message to a function. Its end marker ends the turn."""
     token = options.token
@@ -111,11 +173,11 @@ def harmony(options: CallGrammarOptions) -> str:
     return "\n".join([f"start: ({reasoning})? call", r"REASONING: /(.|\n)*/", *rules])
 
 
-def pythonic(options: CallGrammarOptions, begin: str = "", end: str = "") -> str | None:
+def pythonic(options: CallGrammarOptions, begin: str = '"["', end: str = '"]"', between: str = '", "') -> str | None:
     """A Python list of calls with named arguments.
 
-    begin, end: Lark before and after the list. Returns None if a schema is not a plain list of properties, or if its
-    definitions are too large to be repeated for each argument.
+    begin, end, between: Lark before, after and between the calls. Returns None if a schema is not a plain list of
+    properties, or if its definitions are too large to be repeated for each argument.
     """
     call_rules = []
     heads = []
@@ -136,13 +198,27 @@ def pythonic(options: CallGrammarOptions, begin: str = "", end: str = "") -> str
         heads.append(f"{lark_string(name + '(')} first_{number}_0 {lark_string(')')}")
         enforced = enforced_schema(schema, strict=name in options.strict)
         call_rules += _keyword_rules(number, enforced, options.schema_options(name))
-    start = call_sequence(options, f"{begin} {lark_string('[')}", lark_string(", "), f"{lark_string(']')} {end}")
+    start = call_sequence(options, begin, between, end)
     return "\n".join([start, f"call: {' | '.join(heads)}", *call_rules])
 
 
 def lfm2(options: CallGrammarOptions) -> str | None:
     """LFM2: a Python list of calls between markers."""
-    return pythonic(options, options.token("<|tool_call_start|>"), options.token("<|tool_call_end|>"))
+    begin, end = options.token("<|tool_call_start|>"), options.token("<|tool_call_end|>")
+    return pythonic(options, f'{begin} "["', f'"]" {end}')
+
+
+def minicpm3(options: CallGrammarOptions) -> str | None:
+    """MiniCPM 3: fenced Python between markers, a call per line."""
+    begin, end = options.token("<|tool_call_start|>"), options.token("<|tool_call_end|>")
+    fence = lark_string("\n```python\n")
+    return pythonic(options, f"{begin} {fence}", f"{lark_string(chr(10) + '```' + chr(10))} {end}", lark_string("\n"))
+
+
+def olmo3(options: CallGrammarOptions) -> str | None:
+    """OLMo 3: a call per line between tags."""
+    begin, end = options.token("<function_calls>"), options.token("</function_calls>")
+    return pythonic(options, begin, end, lark_string("\n"))
 
 
 # Rules shared by the formats
@@ -215,18 +291,18 @@ def _call_rules(options: CallGrammarOptions, head: Callable[[str], str], tail: s
     return [f"call: {' | '.join(choices)}", *rules]
 
 
-def _json_head(key: str) -> Callable[[str], str]:
-    return lambda name: lark_string(f'{{"name": "{name}", "{key}": ')
+def _json_head(arguments: str, key: str = "name") -> Callable[[str], str]:
+    return lambda name: lark_string(f'{{"{key}": "{name}", "{arguments}": ')
 
 
-def _json_list(options: CallGrammarOptions, marker: str) -> str:
+def _json_list(options: CallGrammarOptions, begin: str, end: str = "", head: Callable[[str], str] | None = None) -> str:
     return _grammar(
         options,
-        _json_head("arguments"),
+        head or _json_head("arguments"),
         lark_string("}"),
-        before=f"{marker} {lark_string('[')}",
+        before=f"{begin} {lark_string('[')}",
         between=lark_string(", "),
-        after=lark_string("]"),
+        after=f"{lark_string(']')} {end}",
     )
 
 

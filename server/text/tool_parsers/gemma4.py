@@ -1,15 +1,16 @@
-"""Tool calls of Gemma 4: parser and call grammar."""
+"""Tool calls of Gemma 4 and FunctionGemma: parser and call grammar."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.schema_rewriting import resolve_reference
-from windlass.server.text.stream_parser import ParserSteps, StreamParser, as_json
+from windlass.server.text.stream_parser import CallOptions, ParserSteps, StreamParser, as_json
 from windlass.server.text.tool_parsers.call_grammars import (
     MAX_MEMBERS,
     PARAMETERS_OF,
@@ -20,10 +21,8 @@ from windlass.server.text.tool_parsers.call_grammars import (
     member_rules,
     parameters_schema,
 )
-from windlass.server.text.tool_parsers.xml_parameters import ANY_TYPE, parameter_types, typed_json
+from windlass.server.text.tool_parsers.values import ANY_TYPE, decimal_number, parameter_types, typed_json
 
-BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-MARKERS = frozenset({BEGIN, END, QUOTE})
 MAX_DEPTH = 16  # of a schema; deeper values are written as JSON
 MAX_BOUND = 1 << 20  # of a minimum or maximum length
 _NAME = re.compile(r"[^\s{}<]")
@@ -42,9 +41,24 @@ _SUPPORTED_KEYWORDS = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_CONTAINS_MARKER = rf"(?s:.*)({re.escape(QUOTE)}|{re.escape(END)})(?s:.*)".replace("/", r"\/")
-
 _ParameterTypes = dict[str, frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaForm:
+    """Markers of a call and of strings."""
+
+    begin: str
+    end: str
+    quote: str
+
+    def call(self, name: str, argument: str, value: str) -> str:
+        """Return the text of a call."""
+        return f"{self.begin}call:{name}{{{argument}:{self.quote}{value}{self.quote}}}{self.end}"
+
+
+GEMMA4 = GemmaForm(begin="<|tool_call>", end="<tool_call|>", quote='<|"|>')
+FUNCTION_GEMMA = GemmaForm(begin="<start_function_call>", end="<end_function_call>", quote="<escape>")
 
 
 class Gemma4Parser(StreamParser):
@@ -54,9 +68,13 @@ class Gemma4Parser(StreamParser):
     JSON, or text if it is not valid JSON or the schema permits only text. The end marker closes everything that is open.
     """
 
+    def __init__(self, form: GemmaForm, options: CallOptions) -> None:
+        self._form = form
+        super().__init__(options)
+
     def run(self) -> ParserSteps:
         known_types: dict[str, _ParameterTypes] = {}  # by function and parameter, for parameters read so far
-        while (yield from self.pass_until((BEGIN,), self.emit_content)):
+        while (yield from self.pass_until((self._form.begin,), self.emit_content)):
             yield from self.skip_space()
             name = yield from self._name()
             if not self.may_call(name):
@@ -80,8 +98,8 @@ class Gemma4Parser(StreamParser):
         self.discard_taken()
         while closing:
             yield from self.skip_space()
-            found = yield from self.take_literal(closing[-1], END)
-            if found == END:
+            found = yield from self.take_literal(closing[-1], self._form.end)
+            if found == self._form.end:
                 self._close(closing)
                 return
             if found:
@@ -105,7 +123,7 @@ class Gemma4Parser(StreamParser):
             self.emit_taken()
             return
         yield from self.skip_space()
-        yield from self.take_literal(END)
+        yield from self.take_literal(self._form.end)
         self.discard_taken()
 
     def _close(self, closing: list[str]) -> None:
@@ -131,14 +149,16 @@ class Gemma4Parser(StreamParser):
                 if name not in known_types:
                     known_types[name] = parameter_types(schema, name)
                 types = known_types[name]
-        found = yield from self.take_literal(QUOTE, *_CLOSING)
-        if found == QUOTE:
+        found = yield from self.take_literal(self._form.quote, *_CLOSING)
+        if found == self._form.quote:
             self.emit_arguments(f'{before}"')
-            end = yield from self.pass_until((QUOTE, END), lambda piece: self.emit_arguments(json.dumps(piece)[1:-1]))
+            end = yield from self.pass_until(
+                (self._form.quote, self._form.end), lambda piece: self.emit_arguments(json.dumps(piece)[1:-1])
+            )
             if end:
                 self.emit_arguments('"')
-            if end == END:
-                self.put_back(len(END))
+            if end == self._form.end:
+                self.put_back(len(self._form.end))
             return bool(end)
         if found:
             self.emit_arguments(before + found)
@@ -152,9 +172,9 @@ class Gemma4Parser(StreamParser):
     def _key(self) -> Generator[None, None, str | None]:
         """Take a name and a colon; return None if there is none."""
         name: str | None
-        if (yield from self.take_literal(QUOTE)):
+        if (yield from self.take_literal(self._form.quote)):
             name = yield from self.take_while(_QUOTED_KEY)
-            if not (yield from self.take_literal(QUOTE)):
+            if not (yield from self.take_literal(self._form.quote)):
                 return None
         elif (yield from self.peek()) == '"':
             name = yield from self.take_string()
@@ -169,26 +189,27 @@ class Gemma4Parser(StreamParser):
             text = yield from self.take_string()
             return "" if text is None else as_json(text)
         parts: list[str] = []
-        end = yield from self.pass_until((",", "}", "]", QUOTE, END), parts.append)
+        end = yield from self.pass_until((",", "}", "]", self._form.quote, self._form.end), parts.append)
         if not end:
             return ""
-        if end != QUOTE:  # a quote here closes a string without an opening quote
+        if end != self._form.quote:  # a quote here closes a string without an opening quote
             self.put_back(len(end))
         value = "".join(parts).strip()
-        return typed_json(value, types) if value else ""
+        number = decimal_number(value) if "number" in types else ""
+        return number or (typed_json(value, types) if value else "")
 
 
 class _TooLargeError(Exception):
     """The rules of a function are too large."""
 
 
-def gemma4_grammar(options: CallGrammarOptions) -> str:
+def gemma_grammar(form: GemmaForm, options: CallGrammarOptions) -> str:
     """Consecutive calls with arguments in alphabetical order, as the chat template writes them."""
-    begin, end = options.token(BEGIN), options.token(END)
+    begin, end = options.token(form.begin), options.token(form.end)
     texts: dict[str, str] = {}
     choices, rules = [], list[str]()
     for number, name in enumerate(options.schemas):
-        function = _FunctionRules(options, number, name, texts)
+        function = _FunctionRules(form, options, number, name, texts)
         choices.append(f"{begin} {lark_string(f'call:{name}')} {function.arguments()} {end}")
         rules += function.rules
     return "\n".join([call_sequence(options, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
@@ -197,7 +218,12 @@ def gemma4_grammar(options: CallGrammarOptions) -> str:
 class _FunctionRules:
     """Rules for the arguments of one function. texts: terminals of strings by name, shared by all functions."""
 
-    def __init__(self, options: CallGrammarOptions, number: int, name: str, texts: dict[str, str]) -> None:
+    def __init__(
+        self, form: GemmaForm, options: CallGrammarOptions, number: int, name: str, texts: dict[str, str]
+    ) -> None:
+        self._form = form
+        ends = f"{re.escape(form.quote)}|{re.escape(form.end)}"
+        self._contains_marker = f"(?s:.*)({ends})(?s:.*)".replace("/", r"\/")
         self.rules: list[str] = []
         self._name = name
         self._prefix = f"g{number}"
@@ -205,7 +231,7 @@ class _FunctionRules:
         self._shared = definitions(self._schema)
         self._options = {**options.schema_options(name), **_SPACING}
         self._texts = texts
-        self._quote = options.token(QUOTE)
+        self._quote = options.token(form.quote)
         self._reference_rules: dict[str, str] = {}
         self._num_rules = self._members = 0
         self._remaining = MAX_GRAMMAR_CHARACTERS // 2 // len(options.schemas)
@@ -273,7 +299,11 @@ class _FunctionRules:
             return None
         written = []
         for value in values:
-            if isinstance(value, str) and kind in (None, "string") and not (QUOTE in value or END in value):
+            if (
+                isinstance(value, str)
+                and kind in (None, "string")
+                and not (self._form.quote in value or self._form.end in value)
+            ):
                 text = f" {lark_string_unescaped(value)}" if value else ""
                 written.append(f"{self._quote}{text} {self._quote}")
             elif kind is None and (value is None or isinstance(value, bool | int)):
@@ -293,7 +323,7 @@ class _FunctionRules:
             return None
         minimum, maximum = bounds[0], "" if bounds[1] is None else bounds[1]
         name = f"TEXT_{minimum}_{maximum}"
-        self._texts.setdefault(name, f"{name}: /(?s:.{{{minimum},{maximum}}})/ & ~/{_CONTAINS_MARKER}/")
+        self._texts.setdefault(name, f"{name}: /(?s:.{{{minimum},{maximum}}})/ & ~/{self._contains_marker}/")
         return self._add_rule(f"{self._quote} {name} {self._quote}")
 
     def _array_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:

@@ -1,143 +1,401 @@
-"""Tool calls of Qwen3-Coder: XML tags for functions and parameters."""
+"""Tool calls with XML tags for functions and parameters."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.server.text.schema_rewriting import resolve_reference
-from windlass.server.text.stream_parser import MAX_NAME, ParserSteps, StreamParser, as_json
+from windlass.server.text.stream_parser import MAX_NAME, CallOptions, ParserSteps
+from windlass.server.text.tool_parsers.call_grammars import definitions
+from windlass.server.text.tool_parsers.json_calls import JsonCallParser
+from windlass.server.text.tool_parsers.values import parameter_types, typed_json
 
-MAX_SCHEMAS = 100  # visited for the types of one parameter: references may be cyclic or point to long lists
-MAX_VALUES = 1000  # in an `enum` or a list of types; longer ones are ignored
-ANY_TYPE = frozenset({"string", "null", "boolean", "number", "object", "array"})
-_NAME = re.compile(r"[^<>\s=]")
-_CONSTANTS = {"True": True, "False": False, "None": None}
-_TEXT = frozenset({"string", "null"})
-_TYPE_NAMES = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
+MAX_DEPTH = 64  # of elements in a value; deeper ones are left out
+_NAME = re.compile(r"[^<>\s=\"']")
+_ATTRIBUTES = re.compile(r"[^<>\n]")
+_GLM_NAME = re.compile(r"[^<>\s{\[]")
+_GLM_KEY = re.compile(r"[^<>]")
+_TAG = re.compile(r"[^<>]")
+_TAG_REST = re.compile(r"[^<>\n]*[<>\n]")
+_TAG_NAME = re.compile(r"\s*[\"']?([^<>\s=\"']+)")
+_NEXT_TAG = re.compile(r"\s*(?:[^<\s]|<[^>]*>)")
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_ITEM = "item"
+_M3_ENDS = ("<invoke name=", "</invoke>", "</tool_call>")
 
 
-class XmlParametersParser(StreamParser):
-    """Parser of Qwen3-Coder's calls.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XmlForm:
+    """Tags of calls whose parameters are elements.
 
-    A value is text if the schema permits only text, or text and null (written `null`). Otherwise it is parsed as JSON,
-    and is text if it is not valid JSON.
+    wrappers, wrapper_ends: around one or several calls; optional. function, parameter: text before their names, which end at
+    `>`. newlines: a line break after the opening and before the closing tag of a parameter is no part of the value.
     """
 
-    def run(self) -> ParserSteps:
-        known_types: dict[str, dict[str, frozenset[str]]] = {}  # by function and parameter, for parameters read so far
-        while marker := (yield from self.pass_until(("<tool_call>", "<function="), self.emit_content)):
-            if marker == "<tool_call>":
-                yield from self.skip_space()
-                if not (yield from self.take_literal("<function=")):
-                    self.emit_taken()
-                    continue
-            name = yield from self._name()
-            if not self.may_call(name):
-                self.emit_taken()
-                continue
-            self.begin_call(name)
-            yield from self._parameters(self.options.schemas.get(name, {}), known_types.setdefault(name, {}))
-            if not (yield from self.peek()):
-                self.discard_taken()  # the answer ended within a tag
-            self.emit_taken()
+    wrappers: tuple[str, ...] = ()
+    wrapper_ends: tuple[str, ...] = ()
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str
+    newlines: bool = False
 
-    def _name(self) -> Generator[None, None, str]:
-        """Take a name and `>`; return an empty string if there is none."""
-        name = yield from self.take_while(_NAME)
-        return name if len(name) < MAX_NAME and (yield from self.take_literal(">")) else ""
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags that may follow a parameter."""
+        return (self.parameter, self.function_end, *self.wrapper_ends, self.function, *self.wrappers)
 
-    def _parameters(
-        self, schema: Mapping[str, Any], known_types: dict[str, frozenset[str]]
-    ) -> Generator[None, None, None]:
-        self.emit_arguments("{")
-        self.discard_taken()
-        written: set[str] = set()
-        while True:
-            yield from self.skip_space()
-            if not (yield from self.take_literal("<parameter=")):
-                break
-            name = yield from self._name()
-            parts: list[str] = []
-            if not name:
-                return
-            if not (yield from self.pass_until(("</parameter>",), parts.append)):
-                self.discard_taken()  # the answer ended within a value
-                return
-            if name not in written:
-                before = ", " if written else ""
-                written.add(name)
-                if name not in known_types:
-                    known_types[name] = parameter_types(schema, name)
-                value = "".join(parts).removeprefix("\n").removesuffix("\n")
-                self.emit_arguments(f"{before}{json.dumps(name)}: {typed_json(value, known_types[name])}")
-            self.discard_taken()
-        closed = yield from self.take_literal("</function>")
-        if not closed and self.take_truncated_tag(("<parameter=", "</function>")):
-            return
-        self.emit_arguments("}")
-        if closed:
-            self.end_call()
-            yield from self.skip_space()
-            yield from self.take_literal("</tool_call>")
-            self.discard_taken()
+
+QWEN3_CODER = XmlForm(
+    wrappers=("<tool_call>",),
+    wrapper_ends=("</tool_call>",),
+    function="<function=",
+    function_end="</function>",
+    parameter="<parameter=",
+    parameter_end="</parameter>",
+    newlines=True,
+)
+SEED = replace(QWEN3_CODER, wrappers=("<seed:tool_call>",), wrapper_ends=("</seed:tool_call>",))
+MINIMAX_M2 = XmlForm(
+    wrappers=("<minimax:tool_call>",),
+    wrapper_ends=("</minimax:tool_call>",),
+    function="<invoke name=",
+    function_end="</invoke>",
+    parameter="<parameter name=",
+    parameter_end="</parameter>",
+)
+DSML = XmlForm(
+    wrappers=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    wrapper_ends=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+    function="<｜DSML｜invoke name=",
+    function_end="</｜DSML｜invoke>",
+    parameter="<｜DSML｜parameter name=",
+    parameter_end="</｜DSML｜parameter>",
+)
+MINICPM5 = XmlForm(
+    function="<function name=", function_end="</function>", parameter="<param name=", parameter_end="</param>"
+)
+# The tag of the parameter's name ends with `key_end`, and the value has a tag of its own.
+GLM = XmlForm(function="<tool_call>", function_end="</tool_call>", parameter="<arg_key>", parameter_end="</arg_value>")
+LONGCAT = XmlForm(
+    function="<longcat_tool_call>",
+    function_end="</longcat_tool_call>",
+    parameter="<longcat_arg_key>",
+    parameter_end="</longcat_arg_value>",
+)
+M3_NAMESPACE = "]<]minimax[>["
+MINIMAX_M3 = XmlForm(
+    wrappers=(f"{M3_NAMESPACE}<tool_call>",),
+    wrapper_ends=(f"{M3_NAMESPACE}</tool_call>",),
+    function=f"{M3_NAMESPACE}<invoke name=",
+    function_end=f"{M3_NAMESPACE}</invoke>",
+    parameter=f"{M3_NAMESPACE}<",
+    parameter_end=f"{M3_NAMESPACE}</",
+)
 
 
 @dataclass(slots=True)
-class _Budget:
-    left: int = MAX_SCHEMAS
+class _OpenCall:
+    """Call whose parameters are read. types: of parameters read so far. names: of all parameters, empty if unknown."""
+
+    schema: Mapping[str, Any]
+    types: dict[str, frozenset[str]]
+    names: frozenset[str]
+    written: set[str] = field(default_factory=set)
 
 
-def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the JSON types that a schema of arguments permits for one parameter."""
-    properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return _schema_types(found, schema, _Budget())
+class XmlParametersParser(JsonCallParser):
+    """Parser of calls whose parameters are XML elements.
+
+    A value is text if the schema permits only text, or text and null (written `null`). Otherwise it is parsed as JSON,
+    and is text if it is not valid JSON. A parameter without a closing tag ends at the next tag, and a call at the next call.
+    Calls in JSON, as a whole or between the tags of a function, are accepted too, because models sometimes write them.
+    """
+
+    def __init__(self, form: XmlForm, options: CallOptions) -> None:
+        self._form = form
+        self._types: dict[str, dict[str, frozenset[str]]] = {}  # by function
+        super().__init__(options)
+
+    def run(self) -> ParserSteps:
+        form = self._form
+        while marker := (yield from self.pass_until((*form.wrappers, form.function), self.emit_content)):
+            if marker != form.function:
+                yield from self.take_all(*form.wrappers)
+                if (yield from self.peek()) == "{":
+                    if (yield from self.call_list()):
+                        yield from self._close()
+                    self.emit_taken()
+                    continue
+                if not (yield from self.take_literal(form.function)):
+                    self.emit_taken()
+                    continue
+            while (yield from self._function()):
+                yield from self._close()
+                if not (yield from self._next_function()):
+                    break
+            self.emit_taken()
+
+    def _next_function(self) -> Generator[None, None, bool]:
+        """Take the beginning of another call."""
+        return bool((yield from self.take_literal(self._form.function)))
+
+    def _close(self) -> ParserSteps:
+        """Take closing tags after a call."""
+        yield from self.take_all(self._form.function_end, *self._form.wrapper_ends)
+        self.discard_taken()
+
+    def _function(self) -> Generator[None, None, bool]:
+        """Take a call after the tag of its function; return False if the rest of the text is content."""
+        name = self.known_name((yield from self._function_name()))
+        if not self.may_call(name):
+            return False
+        yield from self.skip_space()
+        if (yield from self.peek_object()):
+            self.begin_call(name)
+            self.discard_taken()
+            return (yield from self.take_arguments())
+        schema = self.options.schemas.get(name, {})
+        found = schema.get("properties")
+        names = frozenset(found) if isinstance(found, Mapping) else frozenset[str]()
+        self.begin_call(name)
+        return (yield from self._parameters(_OpenCall(schema, self._types.setdefault(name, {}), names)))
+
+    def _function_name(self) -> Generator[None, None, str]:
+        """Take a function's name and the end of its tag; return an empty string if there is none."""
+        name, _, closed = yield from self._name()
+        if not closed:
+            yield from self.skip_space()
+            if not (yield from self.follows(self._form.parameter)):
+                return ""
+        return name
+
+    def _name(self) -> Generator[None, None, tuple[str, str, bool]]:
+        """Take a name, with or without quotes, attributes and `>`; return name, attributes and whether there was a `>`."""
+        yield from self.take_literal('"', "'")
+        name = yield from self.take_while(_NAME)
+        yield from self.take_literal('"', "'")
+        attributes = (yield from self.take_while(_ATTRIBUTES)) if name else ""
+        closed = yield from self.take_literal(">")
+        return ("" if len(name) >= MAX_NAME else name), attributes, bool(closed)
+
+    def _parameters(self, call: _OpenCall) -> Generator[None, None, bool]:
+        """Take parameters and emit them; return False if the text ends, or is content again."""
+        form = self._form
+        self.emit_arguments("{")
+        self.discard_taken()
+        while True:
+            yield from self.skip_space()
+            tag = yield from self.take_literal(*form.tags)
+            if tag == form.parameter:
+                if not (yield from self._parameter(call)):
+                    self.discard_taken()
+                    return False
+                self.discard_taken()
+                continue
+            if not tag and self.take_truncated_tag(form.tags):
+                self.discard_taken()
+                return False
+            self.emit_arguments("}")
+            if tag or (yield from self.peek()):
+                self.end_call()
+            if tag == form.function or tag in form.wrappers:  # the next call
+                self.put_back(len(tag))
+            if tag:
+                self.discard_taken()
+            return bool(tag)
+
+    def _parameter(self, call: _OpenCall) -> Generator[None, None, bool]:
+        """Take a parameter after the beginning of its tag and emit it; return False if the text ends."""
+        name, attributes = yield from self._parameter_name()
+        if not name:
+            tag = yield from self.pass_until(self._form.tags, _drop)
+            self.put_back(len(tag))
+            return bool(tag)
+        value = yield from self._value(call)
+        if value is None:
+            return False
+        types = parameter_types(call.schema, name) if name not in call.types else call.types[name]
+        call.types[name] = types
+        if 'string="true"' in attributes:
+            types = frozenset({"string"})
+        self._emit_member(call, name, typed_json(value, types))
+        return True
+
+    def _emit_member(self, call: _OpenCall, name: str, value: str) -> None:
+        if name not in call.written:
+            before = ", " if call.written else ""
+            call.written.add(name)
+            self.emit_arguments(f"{before}{json.dumps(name)}: {value}")
+
+    def _parameter_name(self) -> Generator[None, None, tuple[str, str]]:
+        """Take a parameter's name and the end of its tag, or of the line; return name and attributes."""
+        name, attributes, closed = yield from self._name()
+        if not closed and (yield from self.peek()) != "\n" and "\n" not in attributes:
+            return "", ""
+        return name, attributes
+
+    def _value(self, call: _OpenCall) -> Generator[None, None, str | None]:
+        """Take a value and its closing tag, if it has one; return None if the text ends before."""
+        form = self._form
+        parts: list[str] = []
+        if (yield from self.take_literal(_CDATA)):
+            if not (yield from self.pass_until((_CDATA_END,), parts.append)):
+                return None
+            yield from self.skip_space()
+            yield from self.take_literal(form.parameter_end)
+            return "".join(parts)
+        closed = ""
+        while not closed:
+            closed = yield from self.pass_until((form.parameter_end, *form.tags), parts.append)
+            if not closed:
+                return None
+            if closed == form.parameter_end:
+                break
+            if (yield from self._ends_value(closed, call, "".join(parts[-1:])[-1:] == "\n")):
+                self.put_back(len(closed))
+                break
+            parts.append(closed)
+            closed = ""
+        value = "".join(parts)
+        if form.newlines or closed != form.parameter_end:
+            value = value.removeprefix("\n").removesuffix("\n") if form.newlines else value.rstrip("\n")
+        return value
+
+    def _ends_value(self, tag: str, call: _OpenCall, on_new_line: bool) -> Generator[None, None, bool]:
+        """Return whether a tag within a value that has no closing tag so far ends it, rather than being a part of it."""
+        form = self._form
+        if tag == form.parameter:
+            ahead = yield from self.look_ahead(_TAG_REST)
+            name = _TAG_NAME.match(ahead)
+            return name is not None and (not call.names or name[1] in call.names) and name[1] not in call.written
+        if tag != form.function_end or form.function_end in form.wrapper_ends or on_new_line:
+            return True
+        ahead = (yield from self.look_ahead(_NEXT_TAG)).lstrip()
+        return any(ahead.startswith(each) or each.startswith(ahead) for each in form.tags)
 
 
-def _schema_types(schema: Any, root: Mapping[str, Any], budget: _Budget) -> frozenset[str]:
-    """Return the JSON types that a schema permits, or all types once the budget is spent. Integers count as numbers."""
-    if not budget.left:
-        return ANY_TYPE
-    budget.left -= 1  # also for items that are not schemas: lists of those can be long too
-    if not isinstance(schema, Mapping):
-        return ANY_TYPE
-    types = ANY_TYPE
-    if isinstance(reference := schema.get("$ref"), str):
-        types &= _schema_types(resolve_reference(root, reference), root, budget)
-    if isinstance(named := schema.get("type"), str | list):
-        names = [named] if isinstance(named, str) else named
-        if len(names) <= MAX_VALUES:
-            types &= {"number" if each == "integer" else each for each in names if isinstance(each, str)}
-    if "const" in schema:
-        types &= {_TYPE_NAMES.get(type(schema["const"]), "array")}
-    if isinstance(values := schema.get("enum"), list) and len(values) <= MAX_VALUES:
-        types &= {_TYPE_NAMES.get(kind, "array") for kind in set(map(type, values))}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(key), list):
-            types &= frozenset[str]().union(*_types_of_each(branches, root, budget))
-    if isinstance(parts := schema.get("allOf"), list):
-        types = types.intersection(*_types_of_each(parts, root, budget))
-    return types
+class GlmParser(XmlParametersParser):
+    """Parser of GLM's calls: `<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>`."""
+
+    def __init__(self, form: XmlForm, options: CallOptions) -> None:
+        self._key_end = form.parameter.replace("<", "</")
+        self._value_begin = form.parameter_end.replace("</", "<")
+        super().__init__(form, options)
+
+    def run(self) -> ParserSteps:
+        form = self._form
+        while (yield from self.pass_until((form.function,), self.emit_content)):
+            while True:
+                yield from self.skip_space()
+                if (yield from self.peek()) in ("{", "["):
+                    made = yield from self.call_list()
+                else:
+                    made = yield from self._function()
+                if self.emit_taken() or not made:
+                    break
+                yield from self._close()
+                if not (yield from self.take_literal(form.function)):
+                    break
+            self.emit_taken()
+
+    def _function_name(self) -> Generator[None, None, str]:
+        name = yield from self.take_while(_GLM_NAME)
+        yield from self.skip_space()
+        if (yield from self.follows(self._form.parameter)) or (yield from self.peek_object()):
+            return name
+        known = self.known_name(name) in self.options.schemas
+        return name if known and (yield from self.follows(self._form.function_end)) else ""
+
+    def _parameter_name(self) -> Generator[None, None, tuple[str, str]]:
+        name = (yield from self.take_while(_GLM_KEY)).strip()
+        yield from self.take_literal(self._key_end)
+        yield from self.skip_space()
+        return (name if (yield from self.take_literal(self._value_begin)) else ""), ""
 
 
-def _types_of_each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Budget) -> Iterator[frozenset[str]]:
-    """Yield the types of each schema. Once the budget is spent, all types represent the rest."""
-    for schema in schemas:
-        yield _schema_types(schema, root, budget)
-        if not budget.left:
-            yield ANY_TYPE
-            return
+def _drop(text: str) -> None:
+    """Ignore text between elements."""
 
 
-def typed_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that was written without quotes; `types` are those that its schema permits."""
-    if not types or not types <= _TEXT:
-        try:
-            return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text, strict=False))
-        except (ValueError, RecursionError):
-            pass
-    return text if text == "null" and "null" in types else json.dumps(text)
+class _Element:
+    """Element of a value of MiniMax M3, with its text and its children."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text: list[str] = []
+        self.children: list[_Element] = []
+
+    def json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """Return the JSON of the element. schema: of an object with a member of this name."""
+        if not self.children:
+            return typed_json("".join(self.text), parameter_types({**definitions(root), **schema}, self.name))
+        found = schema.get("properties")
+        own = found.get(self.name) if isinstance(found, Mapping) else None
+        if isinstance(own, Mapping) and isinstance(reference := own.get("$ref"), str):
+            own = resolve_reference(root, reference)
+        own = own if isinstance(own, Mapping) else {}
+        if all(child.name == _ITEM for child in self.children):
+            members = {"properties": {_ITEM: own.get("items")}}
+            return f"[{', '.join(child.json(members, root) for child in self.children)}]"
+        unique = {child.name: child for child in reversed(self.children)}
+        written = (f"{json.dumps(name)}: {unique[name].json(own, root)}" for name in reversed(unique))
+        return f"{{{', '.join(written)}}}"
+
+
+class MiniMaxM3Parser(XmlParametersParser):
+    """Parser of MiniMax M3's calls: each parameter is an element of its name, and values are elements too.
+
+    Every tag follows a namespace marker. Elements named `item` are a list, others an object.
+    """
+
+    _begun = False  # whether the last call ended with the beginning of another one
+
+    def _function_name(self) -> Generator[None, None, str]:
+        name, _, closed = yield from self._name()
+        return name if closed else ""
+
+    def _next_function(self) -> Generator[None, None, bool]:
+        begun, self._begun = self._begun, False
+        return begun or (yield from super()._next_function())
+
+    def _parameters(self, call: _OpenCall) -> Generator[None, None, bool]:
+        self.emit_arguments("{")
+        self.discard_taken()
+        opened: list[_Element] = []
+        while True:
+            out = opened[-1].text.append if opened else _drop
+            if not (yield from self.pass_until((M3_NAMESPACE,), out)):
+                self.discard_taken()
+                return False
+            tag = yield from self.take_literal(*_M3_ENDS, "</", "<")
+            if tag in _M3_ENDS:
+                if opened:
+                    self._emit_element(call, opened[0])
+                self.emit_arguments("}")
+                self.end_call()
+                self._begun = tag == _M3_ENDS[0]
+                return True
+            name = (yield from self.take_while(_TAG)).strip()
+            yield from self.take_literal(">")
+            self.discard_taken()
+            if tag == "<" and name:
+                child = _Element(name)
+                if opened:
+                    opened[-1].children.append(child)
+                if len(opened) < MAX_DEPTH:
+                    opened.append(child)
+            elif any(each.name == name for each in opened):
+                while (closed := opened.pop()).name != name:
+                    pass
+                if not opened:
+                    self._emit_element(call, closed)
+
+    def _emit_element(self, call: _OpenCall, element: _Element) -> None:
+        if element.children:
+            element.text.clear()
+        self._emit_member(call, element.name, element.json(call.schema, call.schema))

@@ -251,6 +251,7 @@ def test_models(live: Live) -> None:
     assert model["template"] == {
         "tools": False,
         "calls": False,
+        "call_format": "plain_json",
         "developer": False,
         "thinking": None,
         "thinking_choices": [],
@@ -260,7 +261,7 @@ def test_models(live: Live) -> None:
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
 
 
-def test_model_object_has_template_capabilities() -> None:
+def test_model_object_has_template_capabilities(caplog: pytest.LogCaptureFixture) -> None:
     source = (
         "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{{ message.tool_calls }}"
         "{% endfor %}{% if enable_thinking %}<think>{% endif %}</think>"
@@ -269,6 +270,16 @@ def test_model_object_has_template_capabilities() -> None:
         template = live.http.get("/v1/models/toy").json()["template"]
     assert (template["tools"], template["calls"], template["developer"]) == (True, True, False)
     assert template["thinking"] == "qwen3" and template["thinking_choices"] == ["enable_thinking"]
+    assert template["call_format"] is None and "--tool-call-parser" in caplog.text
+    caplog.clear()
+    for text, parser, expected in (
+        ("{{ tools }}<tool_call>{{ messages }}", "auto", "hermes"),
+        (source, "mistral", "mistral"),
+        (source, "none", "none"),
+    ):
+        with live_server(template=text, tool_call_parser=parser) as live:
+            assert live.http.get("/v1/models/toy").json()["template"]["call_format"] == expected
+    assert not caplog.text
     with live_server(template=None) as live:
         assert live.http.get("/v1/models/toy").json()["template"] is None
 

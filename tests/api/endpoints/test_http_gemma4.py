@@ -14,7 +14,7 @@ from helpers.parsed_answers import numbered, put_together
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.reasoning import GEMMA4, ChannelParser
-from windlass.server.text.stream_parser import Event
+from windlass.server.text.stream_parser import Event, ParsingPlan
 from windlass.server.text.tool_parsers.formats import FORMATS
 
 PATH = "/v1/chat/completions"
@@ -217,7 +217,7 @@ def test_output_of_the_template_is_parsed_back() -> None:
                 thoughts.append(f"so {number} {{")
                 message["reasoning"] = thoughts[-1]
             text += template.render([message], add_generation_prompt=False).partition("<|turn>model\n")[2]
-        parser = ChannelParser(GEMMA4, "before", FORMATS["gemma4"].parser(numbered()))
+        parser = ChannelParser(GEMMA4, "before", ParsingPlan(lambda: FORMATS["gemma4"].parser(numbered())))
         text += "the end"
         events: list[Event] = []
         while text:

@@ -266,6 +266,30 @@ def test_a_template_of_single_calls_gets_one() -> None:
         assert len(ask(live, tools=[LOOK])["message"]["tool_calls"]) == 1
 
 
+def test_call_within_open_thinking() -> None:
+    template = TEMPLATE + "<think>\n{# <tool_call> #}"
+    with live_server(template=template, tokens=(*MARKERS, "<think>", "</think>"), model=SERVER["model"]) as live:
+        live.generate(f"I look.\n{CALL}\n</think>\n\n")
+        choice = ask(live, tools=[LOOK])
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "I look."
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ROME and not choice["message"]["content"]
+        live.generate(f"I look.\n{CALL}\n</think>\n\nHi.")  # without tools nothing is a call
+        message = ask(live)["message"]
+        assert message["content"] == "Hi." and message["reasoning"].startswith("I look.")
+
+
+def test_special_tokens_around_calls_are_no_text() -> None:
+    markers = FORMATS["kimi_k2"].markers
+    begin, middle = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+    with live_server(template=TEMPLATE + f"{{# {begin} #}}", tokens=sorted(markers), model=SERVER["model"]) as live:
+        live.generate(
+            f"Wait.<|tool_calls_section_begin|>{begin}functions.look:0{middle}{ROME}<|tool_call_end|><|tool_calls_section_end|>"
+        )
+        message = ask(live, tools=[LOOK])["message"]
+        assert message["content"] == "Wait."
+        assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": ROME}
+
+
 TEMPLATES = {
     "hermes": "<tools></tools> return a json object within <tool_call></tool_call> XML tags",
     "qwen3_coder": "<tool_call>\n<function=x>\n<parameter=y>",
@@ -284,7 +308,7 @@ TEMPLATES = {
 
 
 def test_call_format_is_detected_from_the_template() -> None:
-    assert {name: detect(text).name for name, text in TEMPLATES.items()} == {name: name for name in FORMATS}
+    assert {name: detect(text).name for name, text in TEMPLATES.items()} == {name: name for name in TEMPLATES}
     assert set(TOOL_CALL_PARSERS) == set(FORMATS)
     assert detect(None).name == "plain_json"
     for text in ('"List of tools: ["', "List of tools: {{ tools | tojson }} <|tool_call_start|>["):  # of later LFMs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.server.text.stream_parser import CallArguments, CallOptions
-from windlass.server.text.tool_parsers.xml_parameters import XmlParametersParser
+from windlass.server.text.tool_parsers.formats import FORMATS
 
 LOOP = {"$ref": "#/$defs/l"}
 MOST = 10_000
@@ -26,7 +26,7 @@ class Counted(list[Any]):
 
 
 def arguments(schema: dict[str, Any], name: str = "a", value: str = "1", calls: int = 1) -> str:
-    parser = XmlParametersParser(CallOptions(schemas={"look": schema}, new_id=lambda: "call_0"))
+    parser = FORMATS["qwen3_coder"].parser(CallOptions(schemas={"look": schema}, new_id=lambda: "call_0"))
     text = f"<function=look><parameter={name}>{value}</parameter></function>"
     events = [event for _ in range(calls) for event in parser.feed(text)] + parser.finish()
     return "".join(event.text for event in events if isinstance(event, CallArguments))

@@ -8,6 +8,7 @@ import pytest
 
 from windlass.server.config.server_options import REASONING_PARSERS
 from windlass.server.text.reasoning import (
+    COHERE,
     DEEPSEEK_R1,
     FORMATS,
     GEMMA4,
@@ -20,7 +21,7 @@ from windlass.server.text.reasoning import (
     ThinkingPhase,
     format_of_template,
 )
-from windlass.server.text.stream_parser import Content, Event, PlainTextParser, Reasoning
+from windlass.server.text.stream_parser import Content, Event, ParsingPlan, PlainTextParser, Reasoning
 
 # format, phase at the beginning, text, thinking, answer
 CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
@@ -46,6 +47,10 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
     (GRANITE, "before", "<think>t</think>\n<response> r</response>", "t", "r"),
     (GRANITE, "before", "<think>t</think> <respond>", "t", "<respond>"),
     (GRANITE, "inside", "t</think><response>r</resp", "t", "r</resp"),
+    (COHERE, "before", "<|START_RESPONSE|>Hi.<|END_RESPONSE|>", "", "Hi."),
+    (COHERE, "before", " Hi.", "", " Hi."),
+    (COHERE, "before", " <|START_TEXT|> Hi. <|END_TEXT|>", "", "Hi."),
+    (COHERE, "after", "<|START_RESP", "", "<|START_RESP"),
     (GEMMA4, "before", "<|channel>thought\nab c\n<channel|>\nHi <b>", "ab c", "Hi <b>"),
     (GEMMA4, "before", " \n<|channel>thought<channel|>\n Hi", "", "Hi"),
     (GEMMA4, "before", " <|chan Hi ", "", " <|chan Hi "),
@@ -62,7 +67,7 @@ CASES: list[tuple[ThinkingFormat, ThinkingPhase, str, str, str]] = [
 
 
 def read(format: ThinkingFormat, phase: ThinkingPhase, pieces: list[str]) -> tuple[str, str, list[Event]]:
-    parser = (ChannelParser if format.may_recur else ThinkingParser)(format, phase, PlainTextParser())
+    parser = (ChannelParser if format.may_recur else ThinkingParser)(format, phase, ParsingPlan(PlainTextParser))
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     thinking = "".join(event.text for event in events if isinstance(event, Reasoning))
     answer = "".join(event.text for event in events if isinstance(event, Content))
@@ -86,7 +91,7 @@ def test_result_does_not_depend_on_the_split(
 
 def test_thinking_is_emitted_at_once() -> None:
     """Only white space and possible markers are held back."""
-    parser = ThinkingParser(QWEN3, "inside", PlainTextParser())
+    parser = ThinkingParser(QWEN3, "inside", ParsingPlan(PlainTextParser))
     assert parser.feed("Well, ") == [Reasoning("Well,")]
     assert parser.feed("yes<") == [Reasoning(" yes")]
     assert parser.feed("3") == [Reasoning("<3")]
@@ -102,7 +107,7 @@ def test_white_space_before_a_marker_is_bounded() -> None:
 
 def test_thinking_state() -> None:
     """Everything up to the closing marker is thinking, and nothing without an opening marker."""
-    parser = ThinkingParser(QWEN3, "before", PlainTextParser())
+    parser = ThinkingParser(QWEN3, "before", ParsingPlan(PlainTextParser))
     assert (parser.thinking, parser.has_thought) == (True, False)
     parser.feed("<think>")
     assert (parser.thinking, parser.has_thought) == (True, True)
@@ -110,19 +115,19 @@ def test_thinking_state() -> None:
     assert parser.thinking
     parser.feed(">")
     assert (parser.thinking, parser.has_thought) == (False, True)
-    plain = ThinkingParser(QWEN3, "before", PlainTextParser())
+    plain = ThinkingParser(QWEN3, "before", ParsingPlan(PlainTextParser))
     plain.feed("a")
     assert (plain.thinking, plain.has_thought) == (False, False)
 
 
 def test_thinking_state_of_recurring_thoughts() -> None:
-    parser = ChannelParser(GEMMA4, "before", PlainTextParser())
+    parser = ChannelParser(GEMMA4, "before", ParsingPlan(PlainTextParser))
     found = []
     for piece in (" ", "<|channel>", "thought\n", "a", "<channel|>", "b", "<|channel>", "<channel|>"):
         parser.feed(piece)
         found.append((parser.thinking, parser.has_thought))
     assert found == [(True, False), *[(True, True)] * 3, *[(False, True)] * 2, (True, True), (False, True)]
-    plain = ChannelParser(GEMMA4, "before", PlainTextParser())
+    plain = ChannelParser(GEMMA4, "before", ParsingPlan(PlainTextParser))
     plain.feed(" a")
     assert (plain.thinking, plain.has_thought) == (False, False)
 

@@ -10,36 +10,18 @@ import pytest
 from helpers.parsed_answers import Made, make, only, put_together, read
 from pydantic_core import to_json
 
-from windlass.server.text.stream_parser import MAX_CALLS, CallArguments, CallOptions, Event, StreamParser
-from windlass.server.text.tool_parsers.gemma4 import Gemma4Parser
-from windlass.server.text.tool_parsers.harmony import HarmonyParser
-from windlass.server.text.tool_parsers.json_calls import (
-    DeepSeekParser,
-    Llama3JsonParser,
-    MistralParser,
-    PlainJsonParser,
-    TaggedJsonParser,
-)
-from windlass.server.text.tool_parsers.pythonic import Lfm2Parser, PythonicParser
-from windlass.server.text.tool_parsers.xml_parameters import XmlParametersParser
+from windlass.server.text.stream_parser import MAX_CALLS, CallArguments, CallOptions, Event
+from windlass.server.text.tool_parsers.formats import FORMATS
 
 ROME = '{"city": "Rome"}'
 LOOK = ("look", ROME)
 FIND = ("find", "{}")
 H, L, P, M, D, G, X, Y, K, F = (
-    TaggedJsonParser,
-    Llama3JsonParser,
-    PlainJsonParser,
-    MistralParser,
-    DeepSeekParser,
-    HarmonyParser,
-    XmlParametersParser,
-    PythonicParser,
-    Gemma4Parser,
-    Lfm2Parser,
+    *("hermes", "llama3_json", "plain_json", "mistral", "deepseek_v3", "harmony", "qwen3_coder", "pythonic", "gemma4"),
+    "lfm2",
 )
 DS = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n" + ROME + "\n```<｜tool▁call▁end｜>"
-CASES: list[tuple[type[StreamParser], str, Made]] = [
+CASES: list[tuple[str, str, Made]] = [
     # Hermes, Qwen, Granite
     (H, "Hello.", ("Hello.", "", [])),
     (H, "  \n ", ("  \n ", "", [])),
@@ -113,7 +95,7 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (X, "<function=see><parameter=n>a < b</parameter><parameter=m>True</parameter></function>",
      only(("see", '{"n": "a < b", "m": true}'))),
     (X, "<tool_call>no <function= x", ("<tool_call>no <function= x", "", [])),
-    (X, "<function=look><parameter= x", ("<parameter= x", "", [("look", "{")])),
+    (X, "<function=look><parameter= x", only(("look", "{"))),
     (X, "<function=look><parameter=city>Ro", only(("look", "{"))),
     (X, "<function=look><parameter=city>Rome</parameter>\n<parameter", only(("look", '{"city": "Rome"'))),
     (X, "<function=look><parameter=city>Rome</parameter>\n</func", only(("look", '{"city": "Rome"'))),
@@ -154,14 +136,15 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (Y, '<|python_start|>[look(city="a\\"),]=", days=[1, (2, None), {"k": True}])]<|python_end|>',
      only(("look", '{"city": "a\\"),]=", "days": [1, [2, null], {"k": true}]}'))),
     (Y, "[look('Rome', days = -1.5)]", only(("look", '{"city": "Rome", "days": -1.5}'))),
-    (Y, "[look(city=true, days=open('x'))]", only(("look", '{"city": true, "days": "open(\'x\')"}'))),
+    (Y, "[look(city=true, days=open('x'))]", ("[look(city=true, days=open('x'))]", "", [])),
     (Y, r"[look(city='\ud83d \ud83d\ude00', days={'\ud83d': '\ude00'})]",
      only(("look", r'{"city": "\ufffd \ud83d\ude00", "days": {"\ufffd": "\ufffd"}}'))),
     (Y, r'[look(city="\ud83d")]', only(("look", r'{"city": "\ufffd"}'))),
     (Y, "[see(city=1)] look", ("[see(city=1)] look", "", [])),
     (Y, "[1, 2]", ("[1, 2]", "", [])),
-    (Y, "[look(city='Rome', days=3], x", ("days=3], x", "", [("look", '{"city": "Rome"')])),
-    (Y, "[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
+    (Y, "[look(city='Rome', days=3], x", ("[look(city='Rome', days=3], x", "", [])),
+    (Y, "[look(city='Rome', days=3", ("[look(city='Rome', days=3", "", [])),
+    (Y, "[look(city='Rome'), find(", only(LOOK)),
     # LFM2
     (F, "<|tool_call_start|>[look(city='Rome'), find()]<|tool_call_end|>Looking.", ("Looking.", "", [LOOK, FIND])),
     (F, 'So: <|tool_call_start|> [ see(n=[1, "]"]) ] <|tool_call_end|>\n<|tool_call_start|>[find()]<|tool_call_end|>',
@@ -170,13 +153,12 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
      ("ok", "", [LOOK, FIND])),
     (F, f'<|tool_call_start|>{{"name": "look", "arguments": {ROME}}}<|tool_call_end|>', only(LOOK)),
     (F, "[find()] is a list", ("[find()] is a list", "", [])),
-    (F, "a <|tool_call_start|> find() <|tool_call_end|> b <|tool_call_st",
-     ("a <|tool_call_start|> find() <|tool_call_end|> b <|tool_call_st", "", [])),
+    (F, "a <|tool_call_start|> find() <|tool_call_end|> b <|tool_call_st", ("ab <|tool_call_st", "", [FIND])),
     (F, "<|tool_call_start|>[1, 2]<|tool_call_end|>", ("<|tool_call_start|>[1, 2]<|tool_call_end|>", "", [])),
     (F, '<|tool_call_start|>[{"n": 1}]', ('<|tool_call_start|>[{"n": 1}]', "", [])),
-    (F, "<|tool_call_start|>[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
+    (F, "<|tool_call_start|>[look(city='Rome', days=3", ("<|tool_call_start|>[look(city='Rome', days=3", "", [])),
 ]  # fmt: skip
-IDS = [f"{case[0].__name__}-{number}" for number, case in enumerate(CASES)]
+IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 
 OPEN = [
@@ -203,26 +185,26 @@ OPEN = [
     (K, '<|tool_call>call:look{city:<|"|>Rome<|"|>', True),
     (K, '<|tool_call>call:look{city:<|"|>Rome<|"|>}', False),
     (K, "<|tool_call>call:look{city:Rome]", False),
-    (Y, "[look(city='Rome', days=", True),
+    (Y, "[look(city='Rome', days=", False),
     (Y, "[look(city='Rome')", False),
-    (F, "<|tool_call_start|>[look(city='Rome', days=", True),
+    (F, "<|tool_call_start|>[look(city='Rome', days=", False),
     (F, "<|tool_call_start|>[look(city='Rome')", False),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "is_open"), OPEN)
-def test_in_call_at_the_end_of_a_text(kind: type[StreamParser], text: str, is_open: bool) -> None:
+def test_in_call_at_the_end_of_a_text(kind: str, text: str, is_open: bool) -> None:
     for pieces in ([text], list(text)):
         parser = make(kind)
         read(parser, *pieces)
         assert parser.in_call is is_open
-    if is_open and kind is H:  # False for omitted calls
+    if is_open and kind == H:  # False for omitted calls
         assert not (one := make(kind, max_calls=0)).in_call and read(one, text) and not one.in_call
 
 
 @pytest.mark.quick_cases(14)
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
-def test_result_does_not_depend_on_the_split(kind: type[StreamParser], text: str, expected: Made) -> None:
+def test_result_does_not_depend_on_the_split(kind: str, text: str, expected: Made) -> None:
     assert read(make(kind), text) == expected
     assert read(make(kind), *text) == expected
     for cut in range(1, len(text)):
@@ -233,7 +215,7 @@ def test_result_does_not_depend_on_the_split(kind: type[StreamParser], text: str
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
-def test_events_are_emitted_early(kind: type[StreamParser], text: str, expected: Made) -> None:
+def test_events_are_emitted_early(kind: str, text: str, expected: Made) -> None:
     """A call is emitted before its arguments are complete, and events are never revoked."""
     events: list[Event] = []
     parser = make(kind)
@@ -246,7 +228,7 @@ def test_events_are_emitted_early(kind: type[StreamParser], text: str, expected:
 
 
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G])
-def test_long_strings_are_emitted_at_once(kind: type[StreamParser]) -> None:
+def test_long_strings_are_emitted_at_once(kind: str) -> None:
     opening = {
         H: '<tool_call>{"name": "look", "arguments": ',
         L: '{"name": "look", "parameters": ',
@@ -268,7 +250,7 @@ def test_strings_in_gemma_quotes_are_emitted_at_once() -> None:
 
 @pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
 @pytest.mark.parametrize("written", ["\\ud83d", "\\ude00\\ud83d", "\\\\ud83d", "\\ud83d\\ude00", "\\ud83d\\u0041"])
-def test_events_have_no_lone_surrogates(kind: type[StreamParser], written: str) -> None:
+def test_events_have_no_lone_surrogates(kind: str, written: str) -> None:
     """A model may write the escape of a surrogate anywhere, and events must be encodable in UTF-8."""
     within = json.dumps(f'{{"city": "{written}"}}')
     for name, value in itertools.product(
@@ -327,30 +309,30 @@ DEFINED = {
 def test_values_follow_the_types_of_the_schema(schema: dict[str, Any], written: dict[str, str]) -> None:
     parameters = {"properties": {"a": schema}, **DEFINED}
     for text, value in written.items():
-        parser = XmlParametersParser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
+        parser = FORMATS[X].parser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
         found = read(parser, f"<function=look><parameter=a>\n{text}\n</parameter></function>")
         assert found == only(("look", f'{{"a": {value}}}'))
         if not set(text) & set('{}[]"'):
-            parser = Gemma4Parser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
+            parser = FORMATS[K].parser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
             assert read(parser, f"<|tool_call>call:look{{a:{text}}}<tool_call|>") == found
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "content"),
     [
-        (TaggedJsonParser, '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>', None),
-        (TaggedJsonParser, '<tool_call>{"arguments": {}, "name": "NAME"}</tool_call>', None),
-        (MistralParser, "[TOOL_CALLS]NAME[ARGS]{}", None),
-        (MistralParser, '[TOOL_CALLS][{"name": "NAME", "arguments": {}}]', None),
-        (DeepSeekParser, "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{}<｜tool▁call▁end｜>", None),
-        (HarmonyParser, "<|channel|>commentary to=functions.NAME<|message|>{}<|call|>", "{}"),
-        (XmlParametersParser, "<tool_call><function=NAME></function></tool_call>", None),
-        (Gemma4Parser, "<|tool_call>call:NAME{}<tool_call|>", None),
-        (Lfm2Parser, "<|tool_call_start|>[NAME()]<|tool_call_end|>", None),
-        (Lfm2Parser, '<|tool_call_start|>{"name": "NAME"}<|tool_call_end|>', None),
+        (H, '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>', None),
+        (H, '<tool_call>{"arguments": {}, "name": "NAME"}</tool_call>', None),
+        (M, "[TOOL_CALLS]NAME[ARGS]{}", None),
+        (M, '[TOOL_CALLS][{"name": "NAME", "arguments": {}}]', None),
+        (D, "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{}<｜tool▁call▁end｜>", None),
+        (G, "<|channel|>commentary to=functions.NAME<|message|>{}<|call|>", "{}"),
+        (X, "<tool_call><function=NAME></function></tool_call>", None),
+        (K, "<|tool_call>call:NAME{}<tool_call|>", None),
+        (F, "<|tool_call_start|>[NAME()]<|tool_call_end|>", None),
+        (F, '<|tool_call_start|>{"name": "NAME"}<|tool_call_end|>', None),
     ],
 )
-def test_disallowed_function(kind: type[StreamParser], text: str, content: str | None) -> None:
+def test_disallowed_function(kind: str, text: str, content: str | None) -> None:
     """Its calls are content, unchanged; calls of unknown functions are emitted."""
     called = text.replace("NAME", "look")
     for pieces in ([called], list(called)):
@@ -391,19 +373,28 @@ LONG = {
     "no quotes": "<|tool_call>call:look{a:" + "[" * 2000 + "x " * 1500,
     "python behind a marker": "<|tool_call_start|>[look(city=" + "[1, " * 1250,
     "one string": "[look(city='" + "x" * 5000,
+    "tags in a value": "<tool_call><function=look><parameter=city>" + "</function> <parameter=x" * 250,
+    "functions": "<tool_call><function=look>" * 200,
+    "keys": "<tool_call>look<arg_key>city</arg_key><arg_value>" + "<arg_key>x" * 500,
+    "invocations": '<invoke name="look"><parameter name="city">' + "</invoke>x" * 500,
+    "elements": ']<]minimax[>[<invoke name="look">' + "]<]minimax[>[<a>" * 300,
+    "fences": "```json\n{" * 500,
+    "recipients": ">>>look\n{" * 500,
+    "objects": '{"name": "look", "arguments": {}}' * 150,
+    "Python calls": "<function_calls>" + "look(city='x')\n" * 300,
 }
 
 
 @pytest.mark.quick_cases(9)
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
-def test_work_is_linear_in_the_text(kind: type[StreamParser]) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_work_is_linear_in_the_text(kind: str) -> None:
     """Measured in characters buffered at each piece, not in time."""
     for name, text in LONG.items():
         counts = [steps(kind, text[: len(text) // part]) for part in (4, 1)]
         assert counts[1] < 6 * counts[0] + 1000, name
 
 
-def steps(kind: type[StreamParser], text: str) -> int:
+def steps(kind: str, text: str) -> int:
     """Return the characters in the buffer, summed over pieces of 4 characters."""
     parser = make(kind)
     seen = 0
