@@ -48,13 +48,11 @@ MAX_INLINE_MESSAGES = 64
 MAX_INLINE_VALUES = 8192  # values and their characters: 1 to 2 ms
 MAX_CACHED_GRAMMARS = 64  # agents send the same schema again and again
 MAX_CONCURRENT_GRAMMARS = 2  # quick ones, and slow ones of different callers
-QUICK_GRAMMAR_SECONDS = (
-    0.25  # a grammar that takes longer is compiled again among the slow ones, so that others pass it
-)
+QUICK_GRAMMAR_SECONDS = 0.25  # one that takes longer is compiled again among the slow ones, so that others pass it
 GRAMMAR_SECONDS = 4.0  # time limit of compiling a grammar
 PROBE_LIMITS = Limits(5.0, 512 * 2**20)  # for probing a chat template, which takes about 50 ms
-_logger = logging.getLogger("windlass.server")
 T = TypeVar("T")
+R = TypeVar("R")
 
 _logger = logging.getLogger("windlass.server")
 
