@@ -219,7 +219,7 @@ class TextService:
                 found = {False: None if plain is None else self._probe(with_tools=False)}
                 found[True] = found[False] if with_tools == plain else self._probe(with_tools=True)
                 self._capabilities = found
-                if found[True] is not None and self.call_format(found[True]) is None:
+                if (capabilities := found[True]) is not None and self.call_format(capabilities) is None:
                     _logger.warning(
                         "the chat template shows functions, but the format of its tool calls is not known: only calls in plain "
                         "JSON are recognized; --tool-call-parser names the format"

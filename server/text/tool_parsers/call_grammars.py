@@ -16,6 +16,9 @@ MAX_MEMBERS = 200  # per function with one rule per member: llguidance recurses 
 PARAMETERS_OF = "// parameters of "  # comment line before a rule, followed by the function's name
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+# Models write a newline after a call, before the token that ends the answer. If it could not end there, they would have to call
+# again.
+_NEWLINES_AFTER = r"(/\n{1,2}/)?"
 _UNSUPPORTED_KEYWORDS = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")
 
 
@@ -115,7 +118,9 @@ def plain_json(options: CallGrammarOptions) -> str:
     """Bare JSON: a list of objects, or one object if only one call is permitted."""
     if options.parallel:
         return _json_list(options, "")
-    return "\n".join(["start: call", *_call_rules(options, _json_head("arguments"), lark_string("}"))])
+    return "\n".join(
+        [call_sequence(options, "", "", ""), *_call_rules(options, _json_head("arguments"), lark_string("}"))]
+    )
 
 
 def llama3_json(options: CallGrammarOptions) -> str:
@@ -230,9 +235,9 @@ def lark_string(text: str) -> str:
 
 
 def call_sequence(options: CallGrammarOptions, before: str, between: str, after: str) -> str:
-    """Return the rule `start`: calls with a separator."""
+    """Return the rule `start`: calls with a separator, and newlines at the end."""
     more = options.max_more_calls()
-    return f"start: {before} call" + (f" ({between} call){{0,{more}}}" if more else "") + f" {after}"
+    return f"start: {before} call" + (f" ({between} call){{0,{more}}}" if more else "") + f" {after} {_NEWLINES_AFTER}"
 
 
 def parameters_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_sampled_texts_are_calls(
     grammar = form.grammar(CallGrammarOptions(schemas, parallel, lambda marker: f"<[{backend.token_to_id(marker)}]>"))
     assert grammar is not None
     counts = set()
-    for seed in range(12):
+    for seed in range(20):
         calls = calls_in(draw(grammar, backend, vocabulary, seed), form)
         counts.add(len(calls))
         for called, arguments in calls:
@@ -125,6 +125,26 @@ def test_sampled_texts_are_calls(
         assert max(counts) > 1 and max(counts) <= MAX_GRAMMAR_CALLS
     else:
         assert counts == {1}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name != "harmony"])  # whose end marker ends the turn
+def test_an_answer_may_end_after_a_call_and_a_newline(
+    name: str, parallel: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    """Otherwise a model that always writes a newline is forced to invent calls."""
+    form = FORMATS[name]
+    options = CallGrammarOptions(
+        {"look": SCHEMAS["look"]}, parallel, lambda marker: f"<[{backend.token_to_id(marker)}]>"
+    )
+    grammar = form.grammar(options)
+    assert grammar is not None
+    for seed in range(4):
+        text = draw(grammar, backend, vocabulary, seed).rstrip() + "\n"
+        matcher = LLMatcher(vocabulary, grammar)
+        assert matcher.consume_tokens(backend.encode(text, add_special_tokens=False).ids)
+        assert matcher.is_accepting(), text
+        assert calls_in(text, form)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name not in PYTHON])
