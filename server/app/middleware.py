@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.server.app.auth import CALLER
 from windlass.server.errors import ApiError, body_too_large, error_response, internal_error, is_messages_api
 from windlass.server.observability.logging import current_request, request_id
+from windlass.server.schemas.base import IGNORED_HEADER
 
 UNCOUNTED_BYTES = 64 * 1024  # of each body; the number of such requests is limited instead
 
@@ -27,13 +28,15 @@ DRAIN_SECONDS = 10.0
 
 _REQUEST_ID_HEADER = b"x-request-id"
 
+IGNORED = "windlass.ignored"  # key of the scope: the names of ignored fields, as keys of a dictionary
+
 _VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
 _logger = logging.getLogger("windlass.server")
 
 
 class RequestIdMiddleware:
-    """Outermost middleware: a request id on every response, and a response to every failure.
+    """Outermost middleware: a request id and the names of ignored fields on every response, and a response to every failure.
 
     The id is the client's x-request-id or a new one; `set_request_id` may change it until the response starts.
     """
@@ -59,6 +62,8 @@ class RequestIdMiddleware:
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID_HEADER, found)]
                 if is_messages_api(scope):  # its clients read the header under this name
                     message["headers"].append((b"request-id", found))
+                if ignored := scope.get(IGNORED):
+                    message["headers"].append((IGNORED_HEADER.encode(), ", ".join(ignored).encode()))
             await send(message)
 
         scope["windlass.send"] = send

@@ -37,6 +37,9 @@ from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt
 
+# Longest answer of a chat that sets no limit where prompt and limit choose the scaling: with all of the context, it would always
+# be the largest scaling, which reads short texts worse.
+AUTO_SCALING_TOKENS = 4096
 TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
@@ -46,7 +49,7 @@ def check_generation(
     info: ModelInfo,
     *,
     arrival: float,
-    default_max_tokens: int,
+    default_max_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
     tools: ToolPlan = NO_TOOLS,
@@ -54,7 +57,8 @@ def check_generation(
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
-    logprobs: alternatives per generated token, None for no log-probabilities.
+    default_max_tokens: of requests that set no limit; None: what the context leaves, or `AUTO_SCALING_TOKENS` if the length
+    chooses the scaling. logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
     line_limits: limits on the lines of the output.
     """
@@ -74,6 +78,10 @@ def check_generation(
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
+    size = rotation.limit_context(info.size(rule))
+    if default_max_tokens is None:
+        default_max_tokens = AUTO_SCALING_TOKENS if rotation.chooses_scaling else size.longest_prompt
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
     sampling = build_sampling(
         body,
@@ -84,7 +92,6 @@ def check_generation(
         prompt_logprobs=max(wanted) if wanted else None,
         defaults=state.settings.sampling,
     )
-    rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     return GenerationJob(
         state=state,
         body=body,
@@ -100,7 +107,7 @@ def check_generation(
         reuse=resolve_reuse(
             body, resolve_cache_salt(body, caller, state, passages=True) or "", state.settings, chat=chat
         ),
-        size=rotation.limit_context(info.size(rule)),
+        size=size,
         parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),

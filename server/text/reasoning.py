@@ -438,18 +438,20 @@ class ThinkingControl:
         """Return the template variables that turn thinking on; empty if the template has none."""
         return {name: True for name in _SWITCHES if name in self.choices}
 
-    def nearest_effort(self, effort: str) -> str | None:
-        """Return the nearest effort that the model supports, None if its template has no such variable."""
-        if self.name == HARMONY:
-            effort = _HARMONY_EFFORT_ALIASES.get(effort, effort)
-        return effort if self.choices or effort == "none" else None
+    def nearest_effort(self, effort: str) -> str:
+        """Return the nearest effort that the model supports, if it supports any."""
+        return _HARMONY_EFFORT_ALIASES.get(effort, effort) if self.name == HARMONY else effort
+
+    def ignores_effort(self, effort: str) -> bool:
+        """Return whether an effort has no effect. Without thinking, the effort `none` needs none."""
+        return not self.choices and self.name != HARMONY and (effort != "none" or self.name != NONE)
 
     def variables(self, effort: str | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the template variables of a request: those of `effort`, overridden by `chat_template_kwargs`.
 
-        Raises ApiError if the effort would have no effect.
+        An effort that the template does not use has no effect. Raises ApiError for one that this model does not support.
         """
-        if effort is None:
+        if effort is None or self.ignores_effort(effort):
             return template_kwargs
         if self.name == HARMONY and effort not in _HARMONY_EFFORTS:
             raise bad_request(
@@ -460,12 +462,6 @@ class ThinkingControl:
         found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self.choices}
         if _EFFORT in self.choices:
             found[_EFFORT] = effort
-        if not found and (effort != "none" or self.name != "none"):
-            raise bad_request(
-                "this model's chat template does not use reasoning_effort: omit it",
-                _EFFORT,
-                "unsupported_parameter",
-            )
         return {**found, **(template_kwargs or {})}
 
 
