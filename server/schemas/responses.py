@@ -241,7 +241,7 @@ def _kind(item: dict[str, Any]) -> str:
 
 class _OtherItem(UnsupportedKind):
     kind_plural = "items"
-    supported_kinds = "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, reasoning and item_reference"
+    supported_kinds = "message, function_call, custom_tool_call, the outputs of calls, reasoning and item_reference"
 
 
 Item = MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem

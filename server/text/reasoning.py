@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.stream_parser import (
+    Content,
     Event,
     OutputParser,
     ParsingPlan,
     PlainTextParser,
     Reasoning,
+    TracksThinking,
     find_marker,
     partial_marker_length,
 )
@@ -29,6 +31,7 @@ HARMONY, AUTO, NONE = "gpt_oss", "auto", "none"  # names in addition to those of
 HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
 HARMONY_CLOSES = ("<|end|>",)
 SPACE = " \t\r\n"
+_MAX_HELD = 1024  # characters of markup and white space that may precede an answer
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
 _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thinking on and off
 _EFFORT = "reasoning_effort"
@@ -348,6 +351,44 @@ class ChannelParser(_ThinkingStage):
         return self._rest.feed(text) if text else []
 
 
+class AnswerLocator:
+    """Finds the answer in a text with thinking and markup, so that stop strings are searched only there.
+
+    parser: emits the answer as content.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._held = ""  # may belong to the answer
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the text so far ends in the answer."""
+        return not (isinstance(self._parser, TracksThinking) and self._parser.thinking)
+
+    def feed(self, text: str, *, final: bool = False) -> list[tuple[str, bool]]:
+        """Return the text in pieces, and whether each belongs to the answer. final: no text follows."""
+        events = self._parser.feed(text) if text else []
+        if final:
+            events += self._parser.finish()
+        answer = "".join(event.text for event in events if isinstance(event, Content))
+        held = self._held + text
+        pieces: list[tuple[str, bool]] = []
+        if answer:
+            at = held.rfind(answer)
+            # Markup within the answer is searched with it.
+            start, end = (0, len(held)) if at < 0 else (at, at + len(answer))
+            pieces = [(held[:start], False), (held[start:end], True)]
+            held = held[end:]
+        parser = self._parser
+        thinks = isinstance(parser, TracksThinking) and parser.thinking and parser.has_thought
+        if final or thinks or len(held) > _MAX_HELD:
+            pieces.append((held, False))
+            held = ""
+        self._held = held
+        return [piece for piece in pieces if piece[0]]
+
+
 class ThinkingControl:
     """Thinking of the served model; one instance per application.
 
@@ -388,6 +429,13 @@ class ThinkingControl:
             new_parser=lambda: stage(format, phase, rest.new_parser()),
             markers=rest.markers | format.markers,
         )
+
+    def answer_locator(self, phase: ThinkingPhase) -> AnswerLocator | None:
+        """Return a locator of the answer, None if everything is the answer."""
+        if self.format is not None and phase == "after" and not self.format.may_recur:
+            return None
+        plan = self.parsing(None, phase)
+        return None if plan is None else AnswerLocator(plan.new_parser())
 
     def budget(self, tokens: int | None, phase: ThinkingPhase) -> ThinkingBudget | None:
         """Return the budget that ends the thinking after `tokens` tokens, None without a limit or without thinking.
