@@ -119,7 +119,9 @@ _KINDS = {
     ),
     "a model whose layers share keys and have per-layer embeddings (Gemma 3n)": frozenset({"gemma3n"}),
     "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
-    "the first generation of Qwen (custom code in the checkpoint; Qwen 1.5 and later are supported)": frozenset({"qwen"}),
+    "the first generation of Qwen (custom code in the checkpoint; Qwen 1.5 and later are supported)": frozenset(
+        {"qwen"}
+    ),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
         "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()
     ),
