@@ -80,6 +80,7 @@ def check_generation(
     n, samples = samples_per_prompt(body)
     rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     size = rotation.limit_context(info.size(rule))
+    has_limit = default_max_tokens is not None or body.max_tokens is not None or body.max_completion_tokens is not None
     if default_max_tokens is None:
         default_max_tokens = AUTO_SCALING_TOKENS if rotation.chooses_scaling else size.longest_prompt
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
@@ -100,6 +101,7 @@ def check_generation(
         caller=caller,
         arrival=arrival,
         sampling=sampling,
+        has_limit=has_limit,
         rotation=rotation,
         logprobs=logprobs,
         overflow=overflow,
@@ -236,7 +238,7 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
             job.rotation.check_length(len(prompt.token_ids), sampling.max_tokens, info.size(job.rule))
         with scaling_hint(job):
             max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
-        if job.overflow == "error" and max_tokens < sampling.max_tokens:
+        if job.overflow == "error" and job.has_limit and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
         requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))

@@ -60,7 +60,8 @@ class RequestJob:
 class GenerationJob(RequestJob):
     """A checked request that generates.
 
-    sampling: for all prompts; max_tokens is clamped per prompt. logprobs: alternatives per generated token that the response
+    sampling: for all prompts; max_tokens is clamped per prompt. has_limit: whether it comes from the request or the operator.
+    logprobs: alternatives per generated token that the response
     shows, None for no log-probabilities. size: what the context holds under `rule`.
     parsing: parser of the output, None if all text is content. structured: required form of the output. phase: where the output
     begins in the model's thinking. tools: for the chat template. dropped_turns: turns left out of the chat, None if none may be.
@@ -68,6 +69,7 @@ class GenerationJob(RequestJob):
 
     body: GenerationRequest
     sampling: SamplingParams
+    has_limit: bool
     logprobs: int | None
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
