@@ -45,7 +45,7 @@ class ResponsePart(ResponseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseItem(ResponseModel):
-    """An item of a response: `message`, `reasoning`, `function_call` or `custom_tool_call`; in an input also the outputs of calls.
+    """An item of a response: `message`, `reasoning`, `function_call` or `custom_tool_call`; in an input also results of calls.
 
     The next request accepts it in its input. arguments: JSON text of a call. input: of a custom tool. output: the result of a
     call.

@@ -125,7 +125,9 @@ class Detokenizer:
         self._matcher = _StopMatcher(stop, include_stop) if stop else None
         self._locator = locator if stop else None
         # Skipped tokens that stop strings contain, by id.
-        self._skipped_texts = _skipped_texts(tokenizer, skipped, stop) if sibling is None else sibling._skipped_texts
+        self._skipped_texts: dict[int, str] = (
+            _skipped_texts(tokenizer, skipped, stop) if sibling is None else sibling._skipped_texts
+        )
         self._min_tokens = min_tokens
         self._parts: list[str] = []
         self._done = False

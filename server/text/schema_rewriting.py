@@ -81,7 +81,7 @@ def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any
     _rename_references(found)
     for part in _subschemas(found):
         _name_members(part, found)
-        _list_unique_items(part, found)
+        _list_unique_items(part, found, strict=strict)
     for part in _standalone_schemas(found):
         if part.get("properties") and names_all_members(part):
             part["additionalProperties"] = False
@@ -153,13 +153,22 @@ def _name_members(part: dict[str, Any], root: Mapping[str, Any]) -> None:
     del part["propertyNames"]
 
 
-def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any]) -> None:
-    """Replace `uniqueItems` by the possible lists of a few values. With other items it is not enforced, also if strict."""
-    if part.pop("uniqueItems", False) is not True:
+def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any], *, strict: bool) -> None:
+    """Replace `uniqueItems` by the possible lists of a few values.
+
+    With other items it is not enforced. A repeated value does not matter to a set, unless this needs several: then llguidance
+    rejects the strict schema.
+    """
+    if part.get("uniqueItems") is not True:
+        part.pop("uniqueItems", None)
         return
     values = _finite_values(part.get("items"), root)
     if values is None or any(key in part for key in ("prefixItems", "contains", "enum", "const")):
+        least = part.get("minItems", 0)
+        if not (strict and isinstance(least, int | float) and least > 1):
+            del part["uniqueItems"]
         return
+    del part["uniqueItems"]
     values = [value for number, value in enumerate(values) if value not in values[:number] or isinstance(value, bool)]
     least, most = part.get("minItems", 0), part.get("maxItems", len(values))
     if not isinstance(least, int) or not isinstance(most, int):

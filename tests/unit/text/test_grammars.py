@@ -97,6 +97,7 @@ def test_lark_with_schemas_and_added_tokens() -> None:
         ("json_schema", '{"type": "strin"}', "strin"),
         ("strict_json_schema", '{"not": {"type": "string"}}', "not"),
         ("strict_json_schema", '{"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}', "Write anyOf"),
+        ("strict_json_schema", '{"type": "array", "uniqueItems": true, "minItems": 2}', "uniqueItems"),
         ("strict_json_schema", '{"type": "string", "pattern": "("}', "regex"),
         ("json_schema", '{"enum": [9007199254740993]}', "9007199254740993"),
         ("json_schema", '{"type": "integer", "minimum": 9223372036854775808}', "no integer from 9223372036854775808"),
