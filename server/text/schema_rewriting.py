@@ -29,6 +29,7 @@ _LEAST_BOUND = 1e-6  # a number with a smaller bound may need more digits
 _LARGEST_NUMBER = 10**15  # of a number without bounds
 _LARGEST_INTEGER = 10**18  # of an integer without bounds
 _INT64_MAX = 2**63 - 1
+_MAX_ADDED_VALUES = 4000  # to a schema
 _MAX_LISTED_VALUES = 5  # of which all lists without repetition are written out: 326
 _PLAIN_REFERENCE = re.compile(r"#[A-Za-z0-9_.$/-]*")
 MAX_REFERENCE_PARTS = 1000
@@ -79,9 +80,10 @@ def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any
     """
     found: dict[str, Any] = json.loads(json.dumps(schema))
     _rename_references(found)
-    for part in _subschemas(found):
-        _name_members(part, found)
-        _list_unique_items(part, found, strict=strict)
+    most = _MAX_ADDED_VALUES
+    for part in list(_subschemas(found)):
+        most -= _name_members(part, found, most)
+        most -= _list_unique_items(part, found, most, strict=strict)
     for part in _standalone_schemas(found):
         if part.get("properties") and names_all_members(part):
             part["additionalProperties"] = False
@@ -97,17 +99,25 @@ def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any
 
 
 def _rename_references(root: dict[str, Any]) -> None:
-    """Give the targets of references with escapes a plain name, as llguidance does not resolve all of these."""
-    names: dict[int, str] = {}  # by id of the target, which has one name however it is referred to
-    for part in list(_subschemas(root)):
-        reference = part.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/") or _PLAIN_REFERENCE.fullmatch(reference):
-            continue
-        target, known = resolve_reference(root, reference), root.setdefault("$defs", {})
-        if isinstance(target, dict | bool) and isinstance(known, dict):
-            name = names.setdefault(id(target), f"reference-{len(names)}")
-            known.setdefault(name, target)
-            part["$ref"] = f"#/$defs/{name}"
+    """Move the targets of references with escapes to plain names, as llguidance does not resolve all of these references."""
+    found = [
+        (part, resolve_reference(root, part["$ref"]))
+        for part in _subschemas(root)
+        if isinstance(part.get("$ref"), str)
+        and part["$ref"].startswith("#/")
+        and not _PLAIN_REFERENCE.fullmatch(part["$ref"])
+    ]
+    targets = {id(target): target for _, target in found if isinstance(target, dict)}
+    known = root.setdefault("$defs", {}) if targets else {}
+    if not isinstance(known, dict):
+        return
+    references = {target: {"$ref": f"#/$defs/reference-{number}"} for number, target in enumerate(targets)}
+    for part, target in found:
+        part.update(references.get(id(target), {}))
+    for number, target in enumerate(targets.values()):
+        known[f"reference-{number}"] = dict(target)
+        target.clear()
+        target.update(references[id(target)])
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -129,55 +139,65 @@ def _finite_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
     return [False, True] if schema.get("type") == "boolean" else None
 
 
-def _name_members(part: dict[str, Any], root: Mapping[str, Any]) -> None:
-    """Replace `propertyNames` by `properties` or `patternProperties`, which llguidance enforces, where that is possible."""
+def _name_members(part: dict[str, Any], root: dict[str, Any], most: int) -> int:
+    """Replace `propertyNames` by `properties` or `patternProperties`, which llguidance enforces, where that is possible.
+
+    Returns the number of added members, at most `most`.
+    """
     if part.get("propertyNames") in _ANY_NAMES:
         del part["propertyNames"]
     names = part.get("propertyNames")
     if names is None or "patternProperties" in part:
-        return
-    others = part.get("additionalProperties", True)
-    others = {} if others is True else others
-    properties = part.get("properties", {})
+        return 0
+    others, properties = part.get("additionalProperties", True), part.get("properties", {})
     values = _finite_values(names, root)
-    if values is not None and isinstance(properties, dict):
+    if values is not None and isinstance(properties, dict) and len(values) <= most:
+        if isinstance(others, dict) and others and isinstance(known := root.setdefault("$defs", {}), dict):
+            name = f"value-{len(known)}"
+            known[name], others = others, {"$ref": f"#/$defs/{name}"}  # once, however many members there are
         members = {name: properties.get(name, others) for name in values if isinstance(name, str)}
         part["properties"] = {name: member for name, member in members.items() if member is not False}
     elif not properties and isinstance(names, dict) and isinstance(names.get("pattern"), str):
         if names.keys() - {"pattern", "type", "title", "description"}:
-            return
+            return 0
+        values = []
         part["patternProperties"] = {names["pattern"]: others}
     else:
-        return
+        return 0
     part["additionalProperties"] = False
     del part["propertyNames"]
+    return len(values)
 
 
-def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any], *, strict: bool) -> None:
-    """Replace `uniqueItems` by the possible lists of a few values.
+def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any], most: int, *, strict: bool) -> int:
+    """Replace `uniqueItems` by the possible lists of a few values. Returns the number of added values, at most `most`.
 
     With other items it is not enforced. A repeated value does not matter to a set, unless this needs several: then llguidance
     rejects the strict schema.
     """
     if part.get("uniqueItems") is not True:
         part.pop("uniqueItems", None)
-        return
+        return 0
     values = _finite_values(part.get("items"), root)
-    if values is None or any(key in part for key in ("prefixItems", "contains", "enum", "const")):
-        least = part.get("minItems", 0)
-        if not (strict and isinstance(least, int | float) and least > 1):
-            del part["uniqueItems"]
-        return
-    del part["uniqueItems"]
-    values = [value for number, value in enumerate(values) if value not in values[:number] or isinstance(value, bool)]
-    least, most = part.get("minItems", 0), part.get("maxItems", len(values))
-    if not isinstance(least, int) or not isinstance(most, int):
-        return
-    part["maxItems"] = most = min(most, len(values))
-    if len(values) <= _MAX_LISTED_VALUES and least <= most:
-        for key in ("items", "minItems", "maxItems"):
-            part.pop(key, None)
-        part["enum"] = [list(chosen) for count in range(least, most + 1) for chosen in permutations(values, count)]
+    least, longest = part.get("minItems", 0), part.get("maxItems", _MAX_LISTED_VALUES)
+    plain = isinstance(least, int) and isinstance(longest, int) and "prefixItems" not in part and "contains" not in part
+    if plain and values is not None and len(values) <= _MAX_LISTED_VALUES:
+        distinct = [json.loads(text) for text in dict.fromkeys(map(json.dumps, values))]
+        lists = [
+            list(chosen)
+            for count in range(least, min(longest, len(distinct)) + 1)
+            for chosen in permutations(distinct, count)
+        ]
+        if (added := sum(map(len, lists))) <= most and lists:
+            for key in ("items", "minItems", "maxItems", "uniqueItems"):
+                part.pop(key, None)
+            part["enum"] = lists
+            return added
+    if isinstance(longest, int) and values is not None and "prefixItems" not in part:
+        part["maxItems"] = min(part.get("maxItems", len(values)), len(values))
+    if not (strict and isinstance(least, int | float) and least > 1):
+        del part["uniqueItems"]
+    return 0
 
 
 def _bound_format(part: dict[str, Any]) -> None:

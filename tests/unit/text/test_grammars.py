@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from unit_helpers.grammar_draws import accepts, demo_compiler, drawn, takes, takes_text
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.schema_rewriting import FORMATS
+from windlass.server.text.schema_rewriting import FORMATS, enforced_schema
 from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions, plain_json
 
 PERSON = {
@@ -254,6 +254,22 @@ NAMED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"a": true}', '{"x-a": 1}'],
     ),
 ]
+
+
+def test_rewritten_schemas_stay_small() -> None:
+    """Many lists and maps that refer to one enumeration, or one large value of many members."""
+    names = [f"k{number}" for number in range(500)]
+    value = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}}
+    maps = {"propertyNames": {"$ref": "#/$defs/k"}, "additionalProperties": value}
+    lists = {"type": "array", "items": {"$ref": "#/$defs/e"}, "uniqueItems": True}
+    escaped = {"$ref": "#/$defs/a%20b"}
+    schema = {
+        "properties": {f"p{number}": part for number, part in enumerate([maps] * 20 + [lists] * 500 + [escaped] * 20)},
+        "$defs": {"k": {"enum": names}, "e": {"enum": [1, 2, 3, 4, 5]}, "a b": value},
+    }
+    assert len(json.dumps(enforced_schema(schema, strict=False))) < 2 * len(json.dumps(schema)) + 100_000
+
+
 ESCAPED = ("a/b", "a~b", "a b", "a<b>", "a%b", "ü", "plain")
 
 
