@@ -14,14 +14,14 @@ from urllib.parse import unquote
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-# Patterns that end what has no natural end in these formats: fractions of a second, digits, and the beginning of an address.
-_FRACTION_AND_ZONE = r"(\.[0-9]{1,9})?(Z|[+-][0-9:]{5})$"
+# Bounds of what has no natural end in these formats: pattern and length. Seconds are at most 59, as parsers refuse 60.
+_TIME = r"[^.]{6}[0-5][0-9](\.[0-9]{1,9})?(Z|[+-][0-9:]{5})$"
 _BOUNDS_OF_FORMATS = {
-    "date-time": "^[^.]{19}" + _FRACTION_AND_ZONE,
-    "time": "^[^.]{8}" + _FRACTION_AND_ZONE,
-    "duration": "^[^0-9]*([0-9]{1,9}[^0-9]+)*$",
-    "email": r"^[^@]{1,64}@[^.@]{1,63}(\.[^.@]{1,63}){0,8}$",
-    "uri": "^[^:]{1,32}:",
+    "date-time": ("^[^.]{10}T" + _TIME, None),
+    "time": ("^" + _TIME, None),
+    "duration": ("^[^0-9]*([0-9]{1,6}[^0-9]+)*$", None),
+    "email": (r"^[^@]{1,64}@[^.@]{1,63}(\.[^.@]{1,63}){0,8}$", 128),
+    "uri": ("^[^:]{1,32}:", 512),
 }
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _FRACTION_DIGITS = 10  # of a number: llguidance's limit
@@ -201,10 +201,15 @@ def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any], most: int,
 
 
 def _bound_format(part: dict[str, Any]) -> None:
-    """Drop a format that llguidance rejects. Add a pattern to one whose texts may have no natural end."""
+    """Drop a format that llguidance rejects. Bound one whose texts may have no natural end."""
     if part["format"] not in FORMATS:
         del part["format"]
-    elif (pattern := _BOUNDS_OF_FORMATS.get(part["format"])) is not None:
+    elif (bounds := _BOUNDS_OF_FORMATS.get(part["format"])) is not None:
+        pattern, length = bounds
+        if length is not None:
+            part.setdefault(
+                "maxLength", max(length, least) if isinstance(least := part.get("minLength"), int) else length
+            )
         if "pattern" not in part:
             part["pattern"] = pattern
         elif part["pattern"] != pattern and isinstance(others := part.setdefault("allOf", []), list):
