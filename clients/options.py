@@ -106,8 +106,6 @@ class SharedOptions(CallOptions, total=False):
     cache_salt: str | None
     priority: int | None
     request_id: str | None
-    user: str | None
-    service_tier: str | None
 
 
 class GenerationOptions(SharedOptions, total=False):
@@ -123,11 +121,6 @@ class GenerationOptions(SharedOptions, total=False):
     return_tokens_as_token_ids: bool | None
     stream_options: Mapping[str, bool] | None
     response_format: Mapping[str, Any] | None
-    metadata: Mapping[str, Any] | None
-    store: bool | None
-    safety_identifier: str | None
-    prompt_cache_key: str | None
-    verbosity: str | None
 
 
 class CompletionOptions(GenerationOptions, total=False):
@@ -148,14 +141,10 @@ class InfillOptions(SharedOptions, total=False):
     repeat_penalty: float | None
     n_indent: int | None
     t_max_predict_ms: float | None
-    t_max_prompt_ms: float | None
     samplers: Sequence[str] | str | None
     response_fields: Sequence[str] | None
     return_tokens: bool | None
     lora: Sequence[Mapping[str, Any]] | None
-    id_slot: int | None
-    cache_prompt: bool | None
-    timings_per_token: bool | None
 
 
 class ChatOptions(GenerationOptions, total=False):
@@ -195,6 +184,7 @@ class ResponseOptions(SharedOptions, total=False):
     stream_options: Mapping[str, bool] | None
     thinking_budget: int | None
     chat_template_kwargs: Mapping[str, Any] | None
+    user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
 
@@ -214,7 +204,6 @@ class MessageOptions(SharedOptions, CountOptions, total=False):
     """Body fields of /v1/messages."""
 
     stop_sequences: Sequence[str] | None
-    metadata: Mapping[str, Any] | None
 
 
 class TemplateOptions(CallOptions, total=False):
@@ -246,7 +235,6 @@ class PromptOptions(CallOptions, total=False):
     """Body fields of the endpoints that generate no text. deadline: see `SharedOptions`."""
 
     deadline: float | None
-    user: str | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     truncation_side: str | None

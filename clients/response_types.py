@@ -45,9 +45,10 @@ class ResponsePart(ResponseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseItem(ResponseModel):
-    """An item of a response: `message`, `reasoning` or `function_call`; in an input also `function_call_output`.
+    """An item of a response: `message`, `reasoning`, `function_call` or `custom_tool_call`; in an input also results of calls.
 
-    The next request accepts it in its input. arguments: JSON text of a call. output: the result of a call.
+    The next request accepts it in its input. arguments: JSON text of a call. input: of a custom tool. output: the result of a
+    call.
     """
 
     type: str
@@ -57,7 +58,9 @@ class ResponseItem(ResponseModel):
     content: tuple[ResponsePart, ...] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | None = None
 
     @property
@@ -72,12 +75,13 @@ class ResponseItem(ResponseModel):
 
     def reply(self, output: str) -> dict[str, Any]:
         """The item that returns the result of this call to the model."""
-        return {"type": "function_call_output", "call_id": self.call_id, "output": output}
+        kind = "custom_tool_call_output" if self.type == "custom_tool_call" else "function_call_output"
+        return {"type": kind, "call_id": self.call_id, "output": output}
 
     def to_dict(self) -> dict[str, Any]:
         """The item in the form that a request accepts."""
-        plain = {"id": self.id, "role": self.role, "call_id": self.call_id, "name": self.name}
-        given: dict[str, Any] = {**plain, "arguments": self.arguments, "output": self.output}
+        names = ("id", "role", "call_id", "name", "namespace", "arguments", "input", "output")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.content is not None:
             given["content"] = [{"type": part.type, "text": part.text} for part in self.content]
         if self.type == "reasoning":
@@ -115,8 +119,8 @@ class Response(ResponseModel):
 
     @property
     def calls(self) -> tuple[ResponseItem, ...]:
-        """The function_call items."""
-        return tuple(item for item in self.output if item.type == "function_call")
+        """The calls of functions and of custom tools."""
+        return tuple(item for item in self.output if item.type in ("function_call", "custom_tool_call"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

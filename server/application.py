@@ -51,6 +51,7 @@ from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
 from windlass.server.openapi import openapi_document
+from windlass.server.schemas.base import IGNORED_HEADER
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -135,7 +136,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many headers (x-stainless-…); the operator restricts origins
-            expose_headers=["x-request-id", "request-id", "retry-after", TEMPLATE_CHANGES_HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", TEMPLATE_CHANGES_HEADER, IGNORED_HEADER],
             allow_credentials=False,
         )
     if settings.checks_hosts or settings.checks_origins:

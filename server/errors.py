@@ -45,7 +45,7 @@ _MESSAGES_TYPES = {
 class ApiError(Exception):
     """An error with its HTTP status and the fields of OpenAI's error object. retry_after: in seconds.
 
-    details: for Anthropic's clients, which distinguish errors by them.
+    details, anthropic_message: for Anthropic's clients, which distinguish errors by them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ApiError(Exception):
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
         details: dict[str, Any] | None = None,
+        anthropic_message: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -68,6 +69,7 @@ class ApiError(Exception):
         self.type = type or (INVALID_REQUEST if status < 500 else SERVER_ERROR)
         self.headers = dict(headers or {})
         self.details = details
+        self.anthropic_message = anthropic_message
         if retry_after is not None:
             self.headers["retry-after"] = str(retry_after)
 
@@ -88,18 +90,22 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
 
     at_least: the prompt was refused by its length in characters, so its token count is a lower bound.
     """
-    return bad_request(
+    return ApiError(
+        400,
         f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has "
         f"{'at least ' if at_least else ''}{prompt_tokens} tokens: {_SHORTEN_ADVICE}",
-        param,
-        "context_length_exceeded",
+        param=param,
+        code="context_length_exceeded",
+        # Claude Code shortens a conversation after these words alone.
+        anthropic_message=f"prompt is too long: {prompt_tokens} tokens > {max_model_len} maximum",
     )
 
 
 def after_dropping_turns(error: ApiError) -> ApiError:
-    """The same error for a chat whose older turns were already dropped, with other advice."""
+    """The error for a chat whose older turns were already dropped, with other advice."""
     advice = "without its older turns: shorten the system message, the tools or the last turn"
-    return ApiError(error.status, error.message.replace(_SHORTEN_ADVICE, advice), param=error.param, code=error.code)
+    error.message = error.message.replace(_SHORTEN_ADVICE, advice)
+    return error
 
 
 def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:
@@ -179,7 +185,8 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     if not is_messages_api(scope):
         return error.body()
     kind = _MESSAGES_TYPES.get(error.status, INVALID_REQUEST if error.status < 500 else "api_error")
-    detail: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    message = error.anthropic_message or error.message
+    detail: dict[str, Any] = {"type": kind, "message": message, "param": error.param, "code": error.code}
     if error.details is not None:
         detail["details"] = error.details
     return {"type": "error", "error": detail, "request_id": scope.get("windlass.request_id")}

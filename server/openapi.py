@@ -115,6 +115,11 @@ HEADERS: dict[str, Any] = {
         "schema": {"type": "string"},
     },
     "Request-Id": {"description": "The same, under the name of Anthropic's API.", "schema": {"type": "string"}},
+    "X-Windlass-Ignored": {
+        "description": "Fields of the request that had no effect, separated by commas. Absent if there are none.",
+        "required": False,
+        "schema": {"type": "string"},
+    },
     "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}},
     "WWW-Authenticate": {
         "description": "How to send the key.",
@@ -239,6 +244,8 @@ def _responses(operation: Operation, statuses: Sequence[int], *, messages: bool)
     if operation.events is not None:
         content["text/event-stream"] = {"schema": _event_schema(operation), "examples": _stream_examples(operation)}
     names = ["X-Request-Id", "Request-Id"] if messages else ["X-Request-Id"]
+    if operation.body is not None:
+        names.append("X-Windlass-Ignored")
     success: dict[str, Any] = {"description": "Success", "content": content, "headers": _headers(names)}
     if operation.links:
         success["links"] = {

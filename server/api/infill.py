@@ -52,6 +52,8 @@ _DISABLED_VALUES: dict[str, dict[str, Any]] = {
 
 _SAMPLER_NAMES = frozenset(SAMPLERS.values())
 
+DEFAULT_TOKENS = 1024  # of an answer, as many models never end one in a gap by themselves
+
 router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
 
 
@@ -288,7 +290,7 @@ async def infill(request: Request) -> Response:
             completion,
             info,
             arrival=arrival,
-            default_max_tokens=state.settings.default_max_tokens,
+            default_max_tokens=state.settings.default_max_tokens or DEFAULT_TOKENS,
             logprobs=None,
             line_limits=read_line_limits(body),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
-from windlass.server.app.request_body import read_body
+from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage, ChatRequest
@@ -36,7 +36,13 @@ from windlass.server.schemas.messages import (
     function_definitions,
     text_of,
 )
-from windlass.server.schemas.tools import MadeFunctionCall, MadeToolCall, named_choice, replace_lone_surrogates
+from windlass.server.schemas.tools import (
+    MadeFunctionCall,
+    MadeToolCall,
+    hosted_names,
+    named_choice,
+    replace_lone_surrogates,
+)
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
@@ -52,8 +58,8 @@ _FIELD_NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
-_THINKING_FIELD_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"}
 _MESSAGE_FIELD_NAMES = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
+_BILLING_HEADER = "x-anthropic-billing-header:"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -68,8 +74,8 @@ def chat_request_from_messages(
     """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
-    if body.system is not None:
-        messages.append(ChatMessage.model_construct(role="system", content=text_of(body.system)))
+    if body.system is not None and (system := _instructions(body.system)):
+        messages.append(ChatMessage.model_construct(role="system", content=text_of(system)))
         message_paths.append("system")
     for number, message in enumerate(body.messages):
         made = _assistant_messages(message) if message.role == "assistant" else _other_messages(message, number)
@@ -84,8 +90,7 @@ def chat_request_from_messages(
     output = body.output_config
     effort, budget = _effort_and_budget(body.thinking)
     if not model.separates_thinking:
-        # Clients that enable thinking do so for every model, also for those whose thinking cannot be limited.
-        budget = None
+        budget = None  # see `ignored_fields`
     if output is not None and output.effort is not None:
         # Anthropic's clients send an effort with every request, as a hint.
         effort = model.nearest_effort(output.effort) if effort is None else effort
@@ -94,7 +99,7 @@ def chat_request_from_messages(
     chat = ChatRequest.model_construct(
         **{"model": body.model, **fields},
         messages=messages,
-        tools=None if body.tools is None else function_definitions(body.tools),
+        tools=function_definitions(body.tools or ()) or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=None if output is None or output.format is None else _response_format(output.format),
@@ -104,13 +109,40 @@ def chat_request_from_messages(
         continue_final_message=True if continues_last else None,
         add_generation_prompt=False if continues_last else None,
     )
-    by_config = output is not None and output.effort is not None and body.thinking is None
-    names = {
-        **_FIELD_NAMES,
-        **_THINKING_FIELD_NAMES,
-        **({"reasoning_effort": "output_config.effort"} if by_config else {}),
-    }
+    names = {**_FIELD_NAMES, "thinking_budget": "thinking", "reasoning_effort": _effort_field(body)}
     return chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES)
+
+
+def _effort_field(body: MessageRequest | CountTokensRequest) -> str:
+    """The field that sets the effort of the chat."""
+    by_config = body.output_config is not None and body.output_config.effort is not None
+    disabled = body.thinking is not None and body.thinking.type == "disabled"
+    return "output_config.effort" if by_config and not disabled else "thinking"
+
+
+def ignored_fields(body: MessageRequest, model: ThinkingControl) -> Iterator[str]:
+    """Fields without effect on this model, and hosted tools.
+
+    Clients that enable thinking do so for every model, also for those whose thinking cannot be limited.
+    """
+    if body.thinking is not None and body.thinking.budget_tokens is not None and not model.separates_thinking:
+        yield "thinking.budget_tokens"
+    yield from hosted_names(body.tools or ())
+
+
+def _instructions(blocks: Sequence[Any]) -> list[TextBlock]:
+    """The blocks of a system prompt without Claude Code's billing header.
+
+    It changes with every conversation or request, so that no prefix after it would be found in the cache.
+    """
+    kept = []
+    for block in blocks:
+        text = block.text
+        if text.startswith(_BILLING_HEADER):
+            text = text.partition("\n")[2].lstrip("\n")
+        if text or not block.text.startswith(_BILLING_HEADER):
+            kept.append(block.model_copy(update={"text": text}))
+    return kept
 
 
 def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
@@ -347,8 +379,9 @@ async def create_message(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, MessageRequest)
     chat_request, names = await _translate(state, body)
+    report_ignored(request, *ignored_fields(body, state.thinking))
     with names.renamed_errors():
-        chat = await check_chat(request, chat_request, arrival=arrival)
+        chat = await check_chat(request, chat_request, arrival=arrival, effort_field=_effort_field(body))
 
     async def work(exchange: Exchange) -> None:
         if body.stream:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,18 +16,20 @@ from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import FieldNames
 from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
-from windlass.server.app.request_body import read_body
+from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.responses import (
+    CUSTOM_INPUT,
     INCOMPLETE,
     LOGPROBS,
     CallItem,
     CallOutputItem,
     CountInputRequest,
+    CustomCallItem,
     DeletedResponse,
     FunctionTool,
     InputTokens,
@@ -35,20 +37,27 @@ from windlass.server.schemas.responses import (
     ItemList,
     ItemReference,
     MessageItem,
+    OfferedTool,
     ReasoningItem,
     ResponseAnswer,
     ResponseEvent,
     ResponseRequest,
+    ToolNamespace,
     as_items,
     input_items_of_output,
+    offered_name,
+    offered_tools,
     text_of,
 )
 from windlass.server.schemas.tools import (
+    ALLOWED_TOOLS,
+    HostedTool,
     MadeFunctionCall,
     MadeToolCall,
     allowed_choice,
+    hosted_names,
     named_choice,
-    tool_definition,
+    replace_lone_surrogates,
 )
 from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
@@ -83,7 +92,14 @@ router = ApiRouter("Responses", "OpenAI's Responses API, with stored responses."
 
 MAX_ITEMS_ON_EVENT_LOOP = 500  # larger conversations are translated in a thread
 ITEM_BYTES = 1024  # memory of an item in addition to its text
-_INPUT_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_INPUT_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> tuple[ChatRequest, FieldNames]:
@@ -110,7 +126,6 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["context_overflow"] = _context_overflow(body)
-    tools = cast(list[FunctionTool] | None, body.tools)  # others were refused
     chat = ChatRequest.model_construct(
         **fields,
         messages=messages,
@@ -118,7 +133,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         stop=body.stop,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=None if tools is None else [tool_definition(tool, tool.parameters) for tool in tools],
+        tools=[tool.definition for tool in offered_tools(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
@@ -150,10 +165,10 @@ class _MessagesBuilder:
             if thinking == [""]:
                 thinking.clear()
             thinking.append(text_of(item.content or item.summary))
-        elif isinstance(item, CallItem):
+        elif isinstance(item, CallItem | CustomCallItem):
             if item.status == INCOMPLETE and item.call_id not in self._answered:
                 return
-            function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
+            function = MadeFunctionCall.model_construct(name=item.offered_name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             calls = self._list_field("tool_calls", path)
             if len(calls) == MAX_CALLS:
@@ -200,9 +215,13 @@ class _MessagesBuilder:
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
-    if choice["type"] == "function":
-        return named_choice(choice["name"])
-    return allowed_choice(choice["mode"], [tool["name"] for tool in choice["tools"]])
+    if choice["type"] != ALLOWED_TOOLS:
+        return named_choice(_offered_name(choice))
+    return allowed_choice(choice["mode"], list(map(_offered_name, choice["tools"])))
+
+
+def _offered_name(choice: dict[str, Any]) -> str:
+    return offered_name(choice.get("namespace"), choice["name"])
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -228,10 +247,10 @@ def _context_overflow(body: ResponseRequest) -> Any:
 
 
 class ResponseWriter(BlockWriter):
-    """Writes an item for each block: `reasoning`, `message` or `function_call`.
+    """Writes an item for each block: `reasoning`, `message`, `function_call` or `custom_tool_call`.
 
-    response: from `new_response`. store_response: receives the JSON and the items of the finished response, before
-    its last event or its answer is sent.
+    response: from `new_response`. tools: those of the request. store_response: receives the JSON and the items of the finished
+    response, before its last event or its answer is sent.
     """
 
     def __init__(
@@ -240,10 +259,12 @@ class ResponseWriter(BlockWriter):
         token_usage: TokenUsage,
         *,
         response: dict[str, Any],
+        tools: Sequence[OfferedTool] = (),
         store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         super().__init__(job, token_usage)
         self._response = response
+        self._tools = {tool.definition.function.name: tool for tool in tools}
         self._id_suffix = str(response["id"]).removeprefix("resp_")
         self._store_response = store_response
         self._sequence_number = 0
@@ -267,14 +288,19 @@ class ResponseWriter(BlockWriter):
             return self._part_event(block, _DELTA_EVENTS["text"], delta=text, logprobs=logprobs or [])
         if block.kind == "thinking":
             return self._part_event(block, _DELTA_EVENTS["thinking"], delta=text)
+        if self._is_custom(block):
+            return b""  # the input is known only once its JSON text is complete
         return self._item_event(block, _DELTA_EVENTS["call"], delta=text)
 
     def block_stop_events(self, block: AnswerBlock) -> bytes:
         text = block.text
-        if block.kind == "call":
-            events = self._item_event(
-                block, "response.function_call_arguments.done", name=block.name, arguments=text or "{}"
-            )
+        if self._is_custom(block):
+            given = _custom_input(text)
+            events = self._item_event(block, "response.custom_tool_call_input.delta", delta=given)
+            events += self._item_event(block, "response.custom_tool_call_input.done", input=given)
+        elif block.kind == "call":
+            name = self._call_fields(block)["name"]
+            events = self._item_event(block, "response.function_call_arguments.done", name=name, arguments=text or "{}")
         else:
             logprobs = block.logprobs or JsonList()
             if block.kind == "text":
@@ -344,7 +370,18 @@ class ResponseWriter(BlockWriter):
 
     # ---- items -------------------------------------------------------------------------------------------------------
     def _id(self, block: AnswerBlock) -> str:
-        return f"{_OUTPUT_ID_PREFIXES[block.kind]}_{self._id_suffix}{block.index:04x}"
+        prefix = "ctc" if self._is_custom(block) else _OUTPUT_ID_PREFIXES[block.kind]
+        return f"{prefix}_{self._id_suffix}{block.index:04x}"
+
+    def _is_custom(self, block: AnswerBlock) -> bool:
+        return block.kind == "call" and block.name in self._tools and self._tools[block.name].is_custom
+
+    def _call_fields(self, block: AnswerBlock) -> dict[str, Any]:
+        """Id, name and namespace of a call."""
+        tool = self._tools.get(block.name)
+        if tool is None or tool.namespace is None:
+            return {"call_id": block.call_id, "name": block.name if tool is None else tool.name}
+        return {"call_id": block.call_id, "name": tool.name, "namespace": tool.namespace}
 
     def _item(
         self, block: AnswerBlock, status: str, *, empty: bool = False, without_logprobs: bool = False
@@ -353,10 +390,12 @@ class ResponseWriter(BlockWriter):
         item: dict[str, Any] = {"id": self._id(block)}
         text = "" if empty else block.text
         if block.kind == "call":
+            call = {"status": status, **self._call_fields(block)}
+            if self._is_custom(block):
+                return {**item, "type": "custom_tool_call", **call, "input": "" if empty else _custom_input(text)}
             # A call without arguments gets an empty object, as arguments are the JSON text of an object.
             arguments = text if empty or status == "incomplete" else text or "{}"
-            call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
-            return {**item, "type": "function_call", "status": status, **call}
+            return {**item, "type": "function_call", **call, "arguments": arguments}
         logprobs = JsonList() if without_logprobs or block.logprobs is None else block.logprobs
         parts = [] if empty else [_content_part(block, text, logprobs)]
         if block.kind == "thinking":
@@ -377,6 +416,16 @@ def _content_part(block: AnswerBlock, text: str, logprobs: JsonList) -> dict[str
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
+def _custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the JSON text of the function's arguments; that text itself if it has another form."""
+    try:
+        found = from_json(replace_lone_surrogates(arguments), allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    given = found.get(CUSTOM_INPUT, "") if isinstance(found, dict) and found.keys() <= {CUSTOM_INPUT} else None
+    return given if isinstance(given, str) else arguments
+
+
 def _item_status(block: AnswerBlock) -> str:
     return "incomplete" if block.incomplete else "completed"
 
@@ -384,7 +433,6 @@ def _item_status(block: AnswerBlock) -> str:
 def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
     """A response without output: the values of the request, or the defaults in effect."""
     text, reasoning = body.text, body.reasoning
-    tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -409,7 +457,7 @@ def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams,
         "temperature": sampling.temperature,
         "text": {"format": (None if text is None else text.format) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
+        "tools": [_shown_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "auto" if drops_turns else "disabled",
@@ -417,6 +465,13 @@ def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams,
         "user": body.user,
         "metadata": body.metadata or {},
     }
+
+
+def _shown_tool(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, ToolNamespace):
+        return {**tool.model_dump(exclude_none=True, exclude={"tools"}), "tools": list(map(_shown_tool, tool.tools))}
+    shown: dict[str, Any] = tool.model_dump(exclude_none=True, exclude={"defer_loading"})
+    return {"parameters": None, "strict": None, **shown} if isinstance(tool, FunctionTool) else shown
 
 
 def early_failure_event(error: ApiError) -> bytes:
@@ -517,8 +572,9 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponseRequest)
     previous = _previous_response(state, body, owner)
     chat_request, names = await _translate(state, body, owner, previous)
+    report_ignored(request, *hosted_names(body.tools or ()))
     with names.renamed_errors():
-        chat = await check_chat(request, chat_request, arrival=arrival)
+        chat = await check_chat(request, chat_request, arrival=arrival, effort_field="reasoning.effort")
     writers: list[ResponseWriter] = []  # one, after it was created
 
     async def work(exchange: Exchange) -> None:
@@ -535,7 +591,8 @@ async def create_response(request: Request) -> Response:
 
             def make_writer(token_usage: TokenUsage) -> ResponseWriter:
                 store = None if body.store is False else store_response
-                writers.append(ResponseWriter(job, token_usage, response=response, store_response=store))
+                tools = offered_tools(body.tools or ())
+                writers.append(ResponseWriter(job, token_usage, response=response, tools=tools, store_response=store))
                 return writers[0]
 
             await run_generation(exchange, job, prompts, param="messages", make_writer=make_writer)
@@ -715,6 +772,6 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
 def input_item_object(item: Item) -> dict[str, Any]:
     """An input item as listed: with its status, and the results of calls as one string."""
     listed = item.model_dump(exclude_none=True)
-    if item.type == "function_call_output":
-        listed["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in listed["output"])
+    if isinstance(item, CallOutputItem):
+        listed["output"] = text_of(item.output)
     return {**listed, "status": "completed"}

@@ -13,7 +13,7 @@ from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import response_too_large
-from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, StrictModel, TemplateVariables
+from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, RequestModel, StrictModel, TemplateVariables
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
@@ -24,7 +24,7 @@ from windlass.server.text.service import ChatOptions, TokenizeOptions
 router = ApiRouter("Tokens", "Text to token ids and back.")
 
 
-class _TemplateFields(StrictModel):
+class _TemplateFields(RequestModel):
     model: RequestedModel = None
     tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
     add_generation_prompt: bool | None = Field(
@@ -85,7 +85,7 @@ class TokenizeAnswer(StrictModel):
     token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestModel):
     """Token ids to decode."""
 
     model: RequestedModel = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import logging
 import math
 import re
 from typing import Any, TypeVar
@@ -14,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from windlass.engine.errors import did_you_mean
 from windlass.server.app.state import state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.schemas.base import MAX_NAME, StrictModel
+from windlass.server.observability.logging import RateLimitedLogger, response_headers
+from windlass.server.schemas.base import IGNORED_HEADER, MAX_NAME, MAX_REPORTED, FieldReport, StrictModel
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -39,17 +42,41 @@ _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …",
 _VERBS = ("should ", "holds ", "goes ")
 
 
+_UNPRINTABLE = re.compile(r"[^!-+\--~]")  # in a list of names in a header
+
+_unknown_fields_log = RateLimitedLogger(logging.getLogger("windlass.server"), logging.WARNING)
+
+
 async def read_body(request: Request, model: type[M]) -> M:
-    """Read, parse and validate a JSON body; raises ApiError."""
+    """Read, parse and validate a JSON body; raises ApiError. Ignored fields are named in the header of the response."""
     _check_headers(request)
-    raw = await _read(request, state_of(request).settings.body_stall_seconds)
+    settings = state_of(request).settings
+    raw = await _read(request, settings.body_stall_seconds)
+    report = FieldReport(settings.unknown_fields)
     if len(raw) < LARGE_BODY:
-        return parse_body(raw, model)
-    return await asyncio.to_thread(parse_body, raw, model)
+        body = parse_body(raw, model, report)
+    else:
+        body = await asyncio.to_thread(parse_body, raw, model, report)
+    report_ignored(request, *report.ignored)
+    if report.unknown and settings.unknown_fields == "warn":
+        path = request.scope["path"]
+        _unknown_fields_log.log(
+            f"ignored unknown fields of a request to {path}: {', '.join(map(repr, report.unknown))}"
+        )
+    return body
 
 
-def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
-    """Parse JSON bytes into `model`. Raises ApiError 400 that names the field at fault, if any."""
+def report_ignored(request: Request, *names: str) -> None:
+    """Name fields without effect in the header of the response; no effect after its start."""
+    headers = response_headers(request.scope)
+    reported = [*headers.get(IGNORED_HEADER, "").split(", "), *(_UNPRINTABLE.sub("?", name) for name in names)]
+    if found := list(dict.fromkeys(filter(None, reported))):
+        headers[IGNORED_HEADER] = ", ".join(found[:MAX_REPORTED])
+
+
+def parse_body(raw: bytes | bytearray, model: type[M], report: FieldReport | None = None) -> M:
+    """Parse JSON bytes into `model`. Raises ApiError 400 that names the field at fault, if any. report: see `StrictModel`."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     if len(raw) >= LARGE_BODY:
         _refuse_structure(raw)
     try:
@@ -67,7 +94,7 @@ def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
     if b"\\u0000" in raw:
         _refuse_null_characters(data)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=report)
     except ValidationError as error:
         raise _validation_error(error) from None
 

@@ -211,7 +211,12 @@ class ServerState:
         return info
 
     def check_model(self, name: str | None) -> None:
-        """Raise a 404 unless `name` is the served model (absent means the served model) or an adapter of it."""
+        """Raise a 404 unless `name` is the served model (absent means the served model) or an adapter of it.
+
+        With `--served-model-name '*'` any name is accepted.
+        """
+        if self.settings.any_model_name:
+            return
         names = (*self.settings.model_names, *(adapter.source.name for adapter in self.adapters.listed()))
         if name is not None and name not in names:
             raise ApiError(

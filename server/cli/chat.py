@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from windlass.server.cli.managed_server import ManagedServer
 
 
+MAX_ANSWER_TOKENS = 4096  # for models that never end an answer
+
+
 @dataclass(slots=True)
 class Dialogue:
     """A conversation and the fields of its next requests.
@@ -49,7 +52,9 @@ class Dialogue:
 
     def options(self) -> dict[str, Any]:
         """The other fields of a request."""
-        return self.params if self.rope is None else {**self.params, "rope_scaling": self.rope}
+        limited = not {"max_tokens", "max_completion_tokens"}.isdisjoint(self.params)
+        fields = self.params if limited else {"max_tokens": MAX_ANSWER_TOKENS, **self.params}
+        return fields if self.rope is None else {**fields, "rope_scaling": self.rope}
 
 
 _BLOCK = '"""'

@@ -47,6 +47,7 @@ from windlass.server.config.settings import (
     RecordSettings,
     RopePolicy,
     ServerSettings,
+    UnknownFields,
 )
 
 LOG_FORMATS = ("text", "json")
@@ -102,6 +103,8 @@ TOOL_CALL_PARSERS = (
 MAX_REPLICAS = 1024
 
 _SAMPLING_EXAMPLE = '{"temperature": 0.7}'
+
+ANY_NAME = "*"  # among the model's names: requests may use any
 
 _KWARGS_EXAMPLE = '{"enable_thinking": false}'
 
@@ -230,8 +233,8 @@ class ServerOptions(SamplingOptions):
         texts("NAME"),
         default=None,
         main=True,
-        help="Model id in the API; repeatable or comma-separated: responses have the first, requests may use any. "
-        "Default: the name of the model's directory.",
+        help="Model id in the API; repeatable or comma-separated: responses have the first, requests may use any; *: requests "
+        "may use any name. Default: the name of the model's directory.",
     )
     chat_template: Path | None = Panel.ANSWERS.option(
         path("FILE"),
@@ -301,11 +304,17 @@ class ServerOptions(SamplingOptions):
         "any; repeatable or comma-separated. Requests for other names are refused; addresses are accepted where the server "
         "listens on a network. Default: any name with an API key or on a network, else those of this machine (localhost).",
     )
-    default_max_tokens: int = Panel.ANSWERS.option(
+    default_max_tokens: int | None = Panel.ANSWERS.option(
         TOKENS,
-        default=1024,
+        default=None,
         in_llm=True,
-        help="Longest answer, in tokens, of a chat that sets no max_tokens.",
+        help="Longest answer, in tokens, of a chat that sets no max_tokens. Default: what the context leaves.",
+    )
+    unknown_fields: str = Panel.ANSWERS.option(
+        choice(*get_args(UnknownFields)),
+        default="refuse",
+        help="Requests with unknown fields: refuse them; warn: ignore the fields and log a warning; ignore: the same without. "
+        "The header x-windlass-ignored names ignored fields.",
     )
     response_store: int = Panel.ANSWERS.option(
         SIZE_OR_ZERO,
@@ -460,11 +469,12 @@ class ServerOptions(SamplingOptions):
             for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
                 if getattr(self, name) is not None:
                     raise LoadError(f"`{name}` needs `ssl_certfile`: give both")
-        if self.default_max_tokens < 1:
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise LoadError(f"`default_max_tokens` must be at least 1, got {self.default_max_tokens}")
         if self.cache_reuse < 0 or 0 < self.cache_reuse < MIN_PASSAGE_TOKENS:
             raise LoadError(f"`cache_reuse` must be 0 or at least {MIN_PASSAGE_TOKENS}, got {self.cache_reuse}")
-        names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
+        given = dict.fromkeys(split(self.served_model_name))
+        names = tuple(name for name in given if name != ANY_NAME) or (model_name,)
         if self.served_model_name and not split(self.served_model_name):
             raise LoadError("`served_model_name` is empty: give a name, or leave it out")
         for source in engine.adapters():
@@ -478,6 +488,7 @@ class ServerOptions(SamplingOptions):
         values |= dict(  # noqa: C408
             served_model_name=names[0],
             other_model_names=names[1:],
+            any_model_name=ANY_NAME in given,
             api_keys=plain,
             callers=callers,
             cors_origins=tuple(split(self.cors_origin)),

@@ -21,6 +21,8 @@ ContextOverflow = Literal["error", "stop", "shift", "drop_turns"]
 # The kind of address at which a server listens.
 Binding = Literal["loopback", "network"]
 
+UnknownFields = Literal["refuse", "warn", "ignore"]
+
 MIB = 2**20
 
 
@@ -74,12 +76,14 @@ class RankSettings:
 class ServerSettings:
     """Settings of the HTTP side. Sizes are bytes and times are seconds unless the name says otherwise.
 
-    served_model_name: model id in the API. other_model_names: further ids that requests may use.
+    served_model_name: model id in the API. other_model_names: further ids that requests may use. any_model_name: requests may
+    use any other name, too.
     api_keys, callers: plain keys, and named ones with limits; if both are empty, no key is required.
     cors_origins: origins allowed by CORS, without credentials; empty: CORS is off.
     binding: where the server listens; None: nowhere, as in `LLM`. allowed_hosts: names in lower case by which clients reach it,
     `*.` before one for all names that end so, or `*` for any. See `checks_hosts` and `checks_origins`.
-    default_max_tokens: of chats that set no limit; completions default to 16, as OpenAI's do.
+    default_max_tokens: of chats that set no limit, None for what the context leaves; completions default to 16, as OpenAI's do.
+    unknown_fields: whether requests with unknown fields are refused; or accepted, with a warning in the log or without.
     stream_comment_seconds: silence on a stream after which a comment line is sent (0: never).
     grace_seconds: time for running streams to finish once draining has begun.
     max_response_bytes: largest response that is not streamed, and limit of what a stream stores of its prompts for its first
@@ -118,13 +122,15 @@ class ServerSettings:
 
     served_model_name: str
     other_model_names: tuple[str, ...] = ()
+    any_model_name: bool = False
     api_keys: tuple[str, ...] = ()
     callers: tuple[ApiKey, ...] = ()
     cors_origins: tuple[str, ...] = ()
     binding: Binding | None = None
     allowed_hosts: tuple[str, ...] = ()
-    default_max_tokens: int = 1024
+    default_max_tokens: int | None = None
     completion_max_tokens: int = 16
+    unknown_fields: UnknownFields = "refuse"
     stream_comment_seconds: float = 10.0
     grace_seconds: float = 30.0
     reasoning_parser: str = "auto"

@@ -48,6 +48,8 @@ _FOLDED = re.compile(rb"\n[ \t]")
 
 _CONTENT_LENGTH = re.compile(rb"\ncontent-length:([^\n]*)", re.IGNORECASE)
 
+_ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
+
 # More digits than h11 reads as the size of a chunk.
 _OVERLONG_SIZE = re.compile(rb"[0-9A-Fa-f]{21}")
 
@@ -102,7 +104,8 @@ class PacedConnection(h11.Connection):
     def _check_request(self, request: h11.Request, received: bytes) -> h11.Request:
         """Refuse a request whose end or fields another recipient may see elsewhere (RFC 9112, 5.2, 6.1 and 6.3).
 
-        With both Transfer-Encoding and Content-Length the first applies, and the connection closes after the response.
+        With both Transfer-Encoding and Content-Length the first applies, and the connection closes after the response. A target
+        in absolute form, as proxies receive it, becomes one in origin form (3.2.2).
         """
         end = _END_OF_HEAD.search(received)
         assert end is not None
@@ -111,6 +114,7 @@ class PacedConnection(h11.Connection):
             self._refuse(FOLDED_LINE)
         if len(lengths) > 1 or any(b"," in value for value in lengths):
             self._refuse(CONTENT_LENGTHS)
+        request = self._in_origin_form(request)
         if not any(name == b"transfer-encoding" for name, _ in request.headers):
             return request
         if request.http_version < b"1.1":
@@ -122,6 +126,22 @@ class PacedConnection(h11.Connection):
             method=request.method,
             target=request.target,
             headers=[*headers, CLOSE_HEADER],
+            http_version=request.http_version,
+        )
+
+    def _in_origin_form(self, request: h11.Request) -> h11.Request:
+        """The request with its target as a path. The host of the target replaces that of the header, which is ignored."""
+        found = _ABSOLUTE_TARGET.fullmatch(request.target)
+        if found is None:
+            return request
+        host, target = found.groups()
+        if not host or b"@" in host:
+            self._refuse(MALFORMED_REQUEST)
+        others = [(name, value) for name, value in request.headers if name != b"host"]
+        return h11.Request(
+            method=request.method,
+            target=target if target.startswith(b"/") else b"/" + target,
+            headers=[(b"host", host), *others],
             http_version=request.http_version,
         )
 

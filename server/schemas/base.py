@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from windlass.engine.errors import did_you_mean, nearest
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+from windlass.server.config.settings import UnknownFields
 
 _SCALING = "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"
 
@@ -31,11 +32,11 @@ _SCALING = "it is rope_scaling here, an object such as {'rope_type': 'linear', '
 UNKNOWN_FIELD_HINTS: dict[str, str] = {
     "n_keep": "it is called keep_tokens here",
     "num_keep": "it is called keep_tokens here",
-    "cache_prompt": "prompts are always cached, which changes no answer: leave it out",
     "rope_freq_scale": _SCALING,
     "rope_freq_base": "it is rope_scaling here, an object such as {'rope_type': 'default', 'rope_theta': 1000000}",
     "repeat_penalty": "it is called repetition_penalty here",
-    "num_ctx": "the context is the server's, of --max-model-len: leave it out",
+    "options": "its members are fields of the request itself here",
+    "thinking_token_budget": "it is called thinking_budget here",
 }
 
 # Values by unsupported field that have no effect and are accepted. Other values are refused.
@@ -48,20 +49,34 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "detokenize": True,
     "include_reasoning": True,
     "documents": [],
-    "kv_transfer_params": {},
-    "mm_processor_kwargs": {},
     "logits_processors": [],
     # llama.cpp
-    "cache_prompt": True,
-    "id_slot": -1,
     "mirostat": 0,
     "tfs_z": 1.0,
     "dynatemp_range": 0.0,
     "top_n_sigma": -1.0,
     "n_probs": 0,
-    "timings_per_token": False,
-    "return_progress": False,
 }
+
+# Fields of requests that other services define and that change no answer of this server, with their definers. They are accepted
+# and named in the header `IGNORED_HEADER`.
+IGNORED_FIELDS: Mapping[str, str] = {
+    name: definer
+    for definer, names in {
+        "OpenAI": "audio client_metadata max_tool_calls metadata prediction prompt_cache_key prompt_cache_options "
+        "prompt_cache_retention safety_identifier service_tier store user verbosity web_search_options",
+        "Anthropic": "billing_policy cache_control diagnostics fallback_credit_token inference_geo speed user_profile_id "
+        "workspace_id",
+        "vLLM": "data_parallel_rank kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs",
+        "llama.cpp": "cache_prompt dynatemp_exponent id_slot min_keep mirostat_eta mirostat_tau n_discard parse_tool_calls "
+        "post_sampling_probs reasoning_format return_progress speculative.n_max speculative.n_min speculative.p_min "
+        "t_max_prompt_ms thinking_forced_open timings_per_token",
+        "Ollama": "keep_alive main_gpu num_batch num_ctx num_gpu num_thread think use_mmap",
+    }.items()
+    for name in names.split()
+}
+IGNORED_HEADER = "x-windlass-ignored"
+MAX_REPORTED = 32  # names in that header
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -71,6 +86,7 @@ MAX_NAME = 64  # characters of an unknown field's name in an error
 MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 
 _TOKEN = {"type": "integer", "minimum": 0}
+HOSTED_TAG = "[hosted]"
 OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
 
 
@@ -79,13 +95,35 @@ def is_neutral(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
+@dataclass(slots=True)
+class FieldReport:
+    """Context of a validation. Names of fields without effect are collected in `ignored`, and unknown ones also in `unknown`.
+
+    unknown_fields: whether unknown fields are refused.
+    """
+
+    unknown_fields: UnknownFields = "refuse"
+    ignored: dict[str, None] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+
+    def add(self, name: str, *, unknown: bool = False) -> None:
+        """Add a name, if there are not too many."""
+        for names in (self.ignored, self.unknown) if unknown else (self.ignored,):
+            if len(names) < MAX_REPORTED:
+                names[name[:MAX_NAME]] = None
+
+
 class StrictModel(BaseModel):
-    """A JSON object. Unknown fields are refused by name, types are not coerced, and null counts as absent."""
+    """A JSON object. Unknown fields are refused by name, types are not coerced, and null counts as absent.
+
+    The context of a validation may be a `FieldReport`, which may accept unknown fields.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     hints: ClassVar[dict[str, str]] = {}  # hints by unknown field
-    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted without effect
+    ignored: ClassVar[Set[str]] = frozenset()  # fields that are accepted without effect
+    reports_ignored: ClassVar[bool] = False  # whether these are named in the response
     neutral: ClassVar[Mapping[str, Any]] = {}  # fields that are accepted without effect if they have this value
 
     def json_bytes(self) -> bytes:
@@ -94,20 +132,28 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
+    def _refuse_unknown(cls, data: Any, info: ValidationInfo) -> Any:
         # Only one error, not one per field: a body may have a million fields.
         if isinstance(data, dict):
             known = cls.model_fields
+            report = info.context if isinstance(info.context, FieldReport) else None
             dropped = set()
             for name, value in data.items():
-                if name in cls.ignored:
-                    dropped.add(name)
-                elif value is None:
+                if value is None:
                     if name not in known or not known[name].is_required():
                         dropped.add(name)
                 elif name not in known:
+                    if name in cls.ignored:
+                        dropped.add(name)
+                        if cls.reports_ignored and report is not None:
+                            report.add(name)
+                        continue
                     if name in cls.neutral and is_neutral(value, cls.neutral[name]):
                         dropped.add(name)
+                        continue
+                    if report is not None and report.unknown_fields != "refuse":
+                        dropped.add(name)
+                        report.add(name, unknown=True)
                         continue
                     hint = cls.hints.get(name)
                     if hint is None:
@@ -119,6 +165,23 @@ class StrictModel(BaseModel):
             if dropped:
                 return {name: value for name, value in data.items() if name not in dropped}
         return data
+
+
+class RequestModel(StrictModel):
+    """A request, which may have the fields of other services in `IGNORED_FIELDS`."""
+
+    ignored: ClassVar[Set[str]] = IGNORED_FIELDS.keys()
+    reports_ignored: ClassVar[bool] = True
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
+        for name in sorted(cls.ignored):
+            properties.setdefault(
+                name, {"description": f"Field of {IGNORED_FIELDS.get(name, 'Anthropic')}, accepted without effect."}
+            )
+        return described
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +393,10 @@ RopeUpdateField = Annotated[
 ]
 
 
-class EngineRequestFields(StrictModel):
+class EngineRequestFields(RequestModel):
     """Fields of every request that computes prompts. None means that the field was not given."""
 
     model: RequestedModel = None
-    user: str | None = Field(default=None, description="Accepted without effect.")
     add_special_tokens: AddSpecialTokens = None
     rope_scaling: RopeScalingField = None
     rope_update: RopeUpdateField = None
@@ -366,15 +428,25 @@ class EngineRequestFields(StrictModel):
 
 
 def discriminate_by_type(
-    known: Collection[str], default: Callable[[dict[str, Any]], str] | None = None
+    known: Collection[str],
+    default: Callable[[dict[str, Any]], str] | None = None,
+    *,
+    hosted: re.Pattern[str] | None = None,
 ) -> Discriminator:
-    """Discriminator by `type`, whose tags are "[type]" or OTHER_TAG. default: type of an object without one."""
+    """Discriminator by `type`, whose tags are "[type]", HOSTED_TAG or OTHER_TAG.
+
+    default: type of an object without one. hosted: types with HOSTED_TAG.
+    """
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         if kind is None and default is not None and isinstance(value, dict):
             kind = default(value)
-        return f"[{kind}]" if isinstance(kind, str) and kind in known else OTHER_TAG
+        if not isinstance(kind, str):
+            return OTHER_TAG
+        if kind in known:
+            return f"[{kind}]"
+        return HOSTED_TAG if hosted is not None and hosted.fullmatch(kind[:MAX_NAME]) else OTHER_TAG
 
     return Discriminator(tag)
 
@@ -401,6 +473,22 @@ class UnsupportedKind(BaseModel):
             "{shown} is not among the {what} that are supported: {instead}",
             {"shown": shown, "what": cls.kind_plural, "instead": cls.supported_kinds},
         )
+
+
+class OmittedPart(BaseModel):
+    """A part of the result of a call that is not text. The model, which reads only text, sees a note instead."""
+
+    type: str = Field(description="Kind of the part.")
+
+    @property
+    def text(self) -> str:
+        """The note."""
+        return omitted_part_note(self.type)
+
+
+def omitted_part_note(kind: str) -> str:
+    """Text in place of a part of a result that is not text."""
+    return f"[{kind} omitted: this model reads only text]"
 
 
 def text_or_parts(kind: str) -> AcceptsString:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, RootModel
+from pydantic import AfterValidator, Field, RootModel, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, MAX_NAME, StrictModel, TemplateVariables, without_nulls
+from windlass.server.schemas.base import (
+    INT32_MAX,
+    MAX_NAME,
+    StrictModel,
+    TemplateVariables,
+    omitted_part_note,
+    without_nulls,
+)
 from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported_field
 from windlass.server.schemas.response_parts import (
     ErrorAnswer,
@@ -45,18 +52,25 @@ _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
 _PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint", "role", "annotations", "logprobs", "parsed"}
 
 
-def _text_content(value: Any) -> str | None:
+# Parts that are not text, which the results of calls may have.
+_OMITTED = {"image_url": "image", "image": "image", "input_audio": "audio", "file": "file"}
+
+
+def _text_content(value: Any, info: ValidationInfo) -> str | None:
     """Text of a message: a string, or OpenAI's list of text parts, joined by line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("type", "should be a string or a list of text parts")
-    return "\n".join(_part_text(number, part) for number, part in enumerate(value))
+    is_result = info.data.get("role") in ("tool", "function")
+    return "\n".join(_part_text(number, part, is_result) for number, part in enumerate(value))
 
 
-def _part_text(number: int, part: Any) -> str:
-    """Text of a part. The refusal of another model counts as text."""
+def _part_text(number: int, part: Any, is_result: bool) -> str:
+    """Text of a part. The refusal of another model counts as text. is_result: the message is the result of a call."""
     known = without_nulls(part) if isinstance(part, dict) else {}
+    if is_result and isinstance(kind := known.get("type"), str) and kind in _OMITTED:
+        return omitted_part_note(_OMITTED[kind])
     kind = "refusal" if known.get("type") == "refusal" else "text"
     text = known.get(kind)
     if known.get("type") != kind or not isinstance(text, str):
@@ -90,6 +104,11 @@ _PART = {
     "anyOf": [
         _part_schema("text", "The text."),
         _part_schema("refusal", "Refusal of a model, which counts as text."),
+        {
+            "type": "object",
+            "properties": {"type": {"enum": list(_OMITTED), "description": "Only in results of calls."}},
+            "required": ["type"],
+        },
     ]
 }
 
@@ -107,7 +126,10 @@ class ChatMessage(StrictModel):
         Any,
         AfterValidator(_text_content),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
-    ] = Field(default=None, description="A text or text parts.")
+    ] = Field(
+        default=None,
+        description="A text or text parts. In results of calls, the model sees a note in place of other parts.",
+    )
     name: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Name of the participant, for templates that show it."
     )
@@ -162,9 +184,6 @@ class ChatRequest(GenerationRequest):
         "chat_template": "templates come from the model or the operator, never from a request",
         "n_probs": "ask for logprobs and top_logprobs here",
     }
-
-    # OpenAI's predictions make answers faster without changing them.
-    ignored: ClassVar[frozenset[str]] = GenerationRequest.ignored | {"prediction"}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="Turns of the conversation, oldest first."

@@ -161,7 +161,7 @@ class InfillRequest(SharedRequest):
     n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         default=None,
         description="Maximum number of generated tokens. 0: the prompt is only cached; -1: as many as fit. "
-        "Default: `--default-max-tokens`.",
+        "Default: `--default-max-tokens`, else 1,024.",
     )
     stop: StopField = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
@@ -192,12 +192,6 @@ class InfillRequest(SharedRequest):
     lora: Annotated[list[Any] | None, only_empty("lora")] = Field(
         default=None, description="Not supported: `model` selects an adapter. Must be empty."
     )
-
-    # Fields of llama.cpp that are accepted without effect
-    id_slot: Any = Field(default=None, description="Accepted without effect.")
-    cache_prompt: Any = Field(default=None, description="Accepted without effect: prompts are always cached.")
-    t_max_prompt_ms: Any = Field(default=None, description="Accepted without effect.")
-    timings_per_token: Any = Field(default=None, description="Accepted without effect.")
 
 
 class InfillTimings(StrictModel):

@@ -25,9 +25,6 @@ from windlass.server.schemas.base import (
     without_nulls,
 )
 
-# Options of OpenAI's prompt cache
-PROMPT_CACHE_FIELDS = frozenset({"prompt_cache_retention", "prompt_cache_options"})
-
 
 def unsupported_field(what: str, details: dict[str, Any] | None = None) -> PydanticCustomError:
     context = {"what": what} if details is None else {"what": what, "details": details}
@@ -263,8 +260,6 @@ class SharedRequest(EngineRequestFields):
         "a share below 1 or in tokens. Default: 0.15.",
     )
 
-    service_tier: str | None = Field(default=None, description="Accepted without effect.")
-
 
 class GenerationRequest(SharedRequest):
     """Fields of completions and chats: OpenAI's older names, several answers, and additional contents of answers."""
@@ -273,12 +268,11 @@ class GenerationRequest(SharedRequest):
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
     }
-    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Maximum number of generated tokens. Default: 16 for a completion, `--default-max-tokens` "
-        "for a chat.",
+        description="Maximum number of generated tokens. Default: 16 for a completion; `--default-max-tokens` for a chat, "
+        "else what the context leaves.",
     )
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None, description="Newer name of `max_tokens`."
@@ -311,10 +305,3 @@ class GenerationRequest(SharedRequest):
         description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, "
         "schema}}`. Default: any text.",
     )
-
-    # Fields of OpenAI that are accepted without effect
-    metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
-    store: bool | None = Field(default=None, description="Accepted without effect.")
-    safety_identifier: str | None = Field(default=None, description="Accepted without effect.")
-    prompt_cache_key: str | None = Field(default=None, description="Accepted without effect.")
-    verbosity: str | None = Field(default=None, description="Accepted without effect.")

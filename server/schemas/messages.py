@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, RootModel, Tag
 from pydantic_core import PydanticCustomError
 
 from windlass.server.schemas.base import (
+    HOSTED_TAG,
     INT32_MAX,
     OTHER_TAG,
     FreeForm,
+    OmittedPart,
     RequestedModel,
+    RequestModel,
     StopStrings,
     StrictModel,
     TemplateVariables,
@@ -27,6 +31,7 @@ from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     MAX_TOOLS,
     FunctionName,
+    HostedTool,
     ToolDefinition,
     check_functions,
     check_parameters,
@@ -38,14 +43,6 @@ MAX_BLOCKS = 4096
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
-
-# Fields of Anthropic's caches, infrastructure and accounts.
-_IGNORED_IN_REQUESTS = frozenset(
-    {
-        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
-        *("user_profile_id", "workspace_id"),
-    }
-)
 
 _KEEPS_ALL = ("all", {"type": "all"})
 
@@ -101,6 +98,18 @@ _TextBlock = Annotated[
     discriminate_by_type(("text",)),
 ]
 
+_OMITTED = ("document", "image", "search_result", "tool_reference")
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[OmittedPart, Tag("[document]")]
+    | Annotated[OmittedPart, Tag("[image]")]
+    | Annotated[OmittedPart, Tag("[search_result]")]
+    | Annotated[OmittedPart, Tag("[tool_reference]")]
+    | Annotated[_OtherText, Tag(OTHER_TAG)],
+    discriminate_by_type(("text", *_OMITTED)),
+]
+
 Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")]
 
 
@@ -111,7 +120,11 @@ class ToolResultBlock(StrictModel):
 
     type: Literal["tool_result"]
     tool_use_id: CallId = Field(description="Id of the call whose result this is.")
-    content: Texts | None = Field(default=None, description="Result of the call: a text or text blocks.")
+    content: (
+        Annotated[list[_ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")] | None
+    ) = Field(
+        default=None, description="Result of the call: a text or blocks. The model sees a note in place of images."
+    )
     is_error: bool | None = Field(default=None, description="Whether the call failed. Default: false.")
 
 
@@ -176,8 +189,8 @@ class CustomTool(StrictModel):
         description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
         "refused. Default: false.",
     )
-    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = Field(
-        default=None, description="Tool search is not supported. Must be empty."
+    defer_loading: bool | None = Field(
+        default=None, description="Accepted without effect: the model sees every tool from the start."
     )
 
 
@@ -186,18 +199,22 @@ class _OtherMessageTool(UnsupportedKind):
     supported_kinds = "custom, which are functions of the caller"
 
 
+_HOSTED = re.compile(r"(web_search|web_fetch|code_execution|advisor|tool_search_tool_[a-z0-9]+)_\d{8}|mcp_toolset")
+
 _Tool = Annotated[
-    Annotated[CustomTool, Tag("[custom]")] | Annotated[_OtherMessageTool, Tag(OTHER_TAG)],
-    discriminate_by_type(("custom",), lambda _: "custom"),
+    Annotated[CustomTool, Tag("[custom]")]
+    | Annotated[HostedTool, Tag(HOSTED_TAG)]
+    | Annotated[_OtherMessageTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("custom",), lambda _: "custom", hosted=_HOSTED),
 ]
 
 
 def function_definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
-    """Tools of a request (`CustomTool`) as tools of a chat."""
-    return [tool_definition(tool, tool.input_schema) for tool in tools]
+    """Tools of a request as tools of a chat, without hosted ones."""
+    return [tool_definition(tool, tool.input_schema) for tool in tools if isinstance(tool, CustomTool)]
 
 
-def _check_tools(value: list[CustomTool]) -> list[CustomTool]:
+def _check_tools(value: list[Any]) -> list[Any]:
     check_functions([tool.function for tool in function_definitions(value)])
     return value
 
@@ -267,18 +284,12 @@ class OutputConfig(StrictModel):
     )
 
 
-class MessageMetadata(StrictModel):
-    """Metadata of the request, without effect."""
-
-    user_id: str | None = Field(default=None, description="Accepted without effect.")
-
-
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
-class _MessageInput(StrictModel):
+class _MessageInput(RequestModel):
     """Fields of an input except `messages`."""
 
     system: Texts | None = Field(default=None, description="System prompt: a text or text blocks. Default: none.")
@@ -304,7 +315,7 @@ class _MessageInput(StrictModel):
 class CountTokensRequest(_MessageInput):
     """An input whose tokens are counted."""
 
-    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS | {"compaction"}
+    ignored: ClassVar[Set[str]] = RequestModel.ignored | {"compaction"}
 
     model: RequestedModel = None
     messages: Messages = Field(description="Turns of the conversation, oldest first.")
@@ -323,12 +334,10 @@ class MessageRequest(_MessageInput, SharedRequest):
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
     }
-    ignored: ClassVar[frozenset[str]] = _IGNORED_IN_REQUESTS
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Maximum number of generated tokens.")
     messages: Messages = Field(description="Turns of the conversation, oldest first.")
     stop_sequences: StopStrings | None = Field(default=None, description="Strings that end the answer. Default: none.")
-    metadata: MessageMetadata | None = Field(default=None, description="Accepted without effect.")
     container: Annotated[Any, only_empty("containers are")] = Field(
         default=None, description="Not supported. Must be empty."
     )

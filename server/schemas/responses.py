@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, RootModel, Tag, ValidationError
 from pydantic_core import PydanticCustomError, to_json
 
 from windlass.server.schemas.base import (
+    HOSTED_TAG,
     INT32_MAX,
     OTHER_TAG,
     AcceptsString,
+    OmittedPart,
     StopField,
     StrictModel,
     TemplateVariables,
@@ -21,17 +25,21 @@ from windlass.server.schemas.base import (
     without_nulls,
 )
 from windlass.server.schemas.chat import ChatTokenLogprob, Effort
-from windlass.server.schemas.generation import PROMPT_CACHE_FIELDS, SharedRequest, only_empty
+from windlass.server.schemas.generation import SharedRequest, only_empty
 from windlass.server.schemas.response_parts import RotaryField
 from windlass.server.schemas.tools import (
     ALLOWED_TOOLS,
     MAX_ARGUMENTS,
+    MAX_SCHEMA_BYTES,
     MAX_TOOLS,
     FunctionDefinition,
-    OtherTool,
+    FunctionName,
+    HostedTool,
+    ToolDefinition,
     allowed_names,
     check_arguments,
     check_functions,
+    tool_definition,
 )
 
 MAX_ITEMS = 16384
@@ -84,7 +92,23 @@ Part = Annotated[
     discriminate_by_type((*_TEXTS, "refusal")),
 ]
 
+_OMITTED = ("input_file", "input_image")
+
+_ResultPart = Annotated[
+    Annotated[TextPart, Tag("[input_text]")]
+    | Annotated[TextPart, Tag("[output_text]")]
+    | Annotated[TextPart, Tag("[text]")]
+    | Annotated[OmittedPart, Tag("[input_file]")]
+    | Annotated[OmittedPart, Tag("[input_image]")]
+    | Annotated[RefusalPart, Tag("[refusal]")]
+    | Annotated[_OtherPart, Tag(OTHER_TAG)],
+    discriminate_by_type(("input_text", "output_text", "text", "refusal", *_OMITTED)),
+]
+
 Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), text_or_parts("input_text")]
+
+
+ResultParts = Annotated[list[_ResultPart], Field(max_length=MAX_PARTS, fail_fast=True), text_or_parts("input_text")]
 
 
 def text_of(parts: list[Any]) -> str:
@@ -109,6 +133,20 @@ def _arguments_text(value: str) -> str:
     return whole if isinstance(whole, str) else str(check_arguments(to_json(whole).decode()))
 
 
+NamespaceOfCall = Annotated[
+    Annotated[str, Field(max_length=128)] | None, Field(description="Namespace of the tool. Default: none.")
+]
+
+CUSTOM_INPUT = "input"  # the argument of the function that stands for a custom tool
+
+
+def offered_name(namespace: str | None, name: str) -> str:
+    """Name of a tool in the chat, which has no namespaces."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
 class CallItem(StrictModel):
     """A call that the assistant made. Arguments that are not a JSON object become `{"arguments": "the text"}`."""
 
@@ -125,9 +163,39 @@ class CallItem(StrictModel):
     arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(
         default="", max_length=MAX_ARGUMENTS, description="Arguments as JSON text. Default: empty."
     )
-    namespace: Annotated[str | None, only_empty("namespaces are")] = Field(
-        default=None, description="Not supported. Must be empty."
+    namespace: NamespaceOfCall = None
+
+    @property
+    def offered_name(self) -> str:
+        """Name of the function in the chat."""
+        return offered_name(self.namespace, self.name)
+
+
+class CustomCallItem(StrictModel):
+    """A call of a `custom` tool that the assistant made."""
+
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"async"}
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    status: Any = Field(
+        default=None,
+        description="State of the call. An `incomplete` call has no effect unless the input holds its result.",
     )
+    call_id: CallId = Field(description="Id of the call, which its result repeats.")
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the tool.")
+    input: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = Field(description="Input of the tool.")
+    namespace: NamespaceOfCall = None
+
+    @property
+    def offered_name(self) -> str:
+        """Name of the function in the chat."""
+        return offered_name(self.namespace, self.name)
+
+    @property
+    def arguments(self) -> str:
+        """Arguments of the function in the chat."""
+        return to_json({CUSTOM_INPUT: self.input}).decode()
 
 
 class CallOutputItem(StrictModel):
@@ -138,7 +206,15 @@ class CallOutputItem(StrictModel):
     type: Literal["function_call_output"] = "function_call_output"
     id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
     call_id: CallId = Field(description="Id of the call, which its result repeats.")
-    output: Parts = Field(description="Result of the call: a text or text parts.")
+    output: ResultParts = Field(
+        description="Result of the call: a text or parts. The model sees a note in place of images and files."
+    )
+
+
+class CustomCallOutputItem(CallOutputItem):
+    """Result of a call of a `custom` tool."""
+
+    type: Literal["custom_tool_call_output"] = "custom_tool_call_output"  # type: ignore[assignment]
 
 
 class ReasoningItem(StrictModel):
@@ -165,19 +241,27 @@ def _kind(item: dict[str, Any]) -> str:
 
 class _OtherItem(UnsupportedKind):
     kind_plural = "items"
-    supported_kinds = "message, function_call, function_call_output, reasoning and item_reference"
+    supported_kinds = "message, function_call, custom_tool_call, the outputs of calls, reasoning and item_reference"
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+Item = MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[CallItem, Tag("[function_call]")]
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
+    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
+    | Annotated[CustomCallOutputItem, Tag("[custom_tool_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[ItemReference, Tag("[item_reference]")]
     | Annotated[_OtherItem, Tag(OTHER_TAG)],
-    discriminate_by_type(("message", "function_call", "function_call_output", "reasoning", "item_reference"), _kind),
+    discriminate_by_type(
+        (
+            *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+            *("reasoning", "item_reference"),
+        ),
+        _kind,
+    ),
 ]
 
 
@@ -186,9 +270,10 @@ def as_items(items: list[InputItem]) -> list[Item]:
     return cast(list[Item], items)
 
 
-_KINDS: dict[str, type[MessageItem] | type[CallItem] | type[ReasoningItem]] = {
+_KINDS: dict[str, type[MessageItem] | type[CallItem] | type[CustomCallItem] | type[ReasoningItem]] = {
     "message": MessageItem,
     "function_call": CallItem,
+    "custom_tool_call": CustomCallItem,
     "reasoning": ReasoningItem,
 }
 
@@ -201,7 +286,7 @@ def input_items_of_output(output: Sequence[dict[str, Any]]) -> list[Item]:
     found = [
         _input_item_of_output(item)
         for item in output
-        if item["type"] != "function_call" or item["status"] == "completed"
+        if item["type"] not in ("function_call", "custom_tool_call") or item["status"] == "completed"
     ]
     return [item for item in found if item is not None]
 
@@ -211,6 +296,16 @@ def _input_item_of_output(item: dict[str, Any]) -> Item | None:
         return _KINDS[item["type"]].model_validate(item)
     except ValidationError:
         return None
+
+
+class _OtherResponseTool(UnsupportedKind):
+    kind_plural = "tools"
+    supported_kinds = "function, custom and namespace"
+
+
+DeferLoading = Annotated[
+    bool | None, Field(description="Accepted without effect: the model sees every tool from the start.")
+]
 
 
 class FunctionTool(FunctionDefinition):
@@ -226,42 +321,149 @@ class FunctionTool(FunctionDefinition):
     }
 
     type: Literal["function"]
-    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = Field(
-        default=None, description="Tool search is not supported. Must be empty."
+    defer_loading: DeferLoading = None
+
+    def in_chat(self, namespace: str | None) -> OfferedTool:
+        """The tool as a function of a chat."""
+        return OfferedTool(
+            self.name, namespace, tool_definition(self, self.parameters, offered_name(namespace, self.name))
+        )
+
+
+class CustomInputFormat(StrictModel):
+    """Form of the input of a `custom` tool. The model sees it, and nothing enforces it."""
+
+    type: Literal["text", "grammar"] = Field(description="`text`: any text; `grammar`: as `definition` describes.")
+    syntax: Literal["lark", "regex"] | None = Field(default=None, description="Syntax of the grammar.")
+    definition: Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)] | None = Field(
+        default=None, description="The grammar."
     )
 
 
-_Tool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER_TAG)],
-    discriminate_by_type(("function",)),
+class FreeformTool(StrictModel):
+    """A tool of the caller whose input is a text. The model sees a function with one argument, `input`."""
+
+    ignored: ClassVar[frozenset[str]] = FunctionTool.ignored
+    neutral: ClassVar[Mapping[str, Any]] = FunctionTool.neutral
+    hints: ClassVar[dict[str, str]] = FunctionTool.hints
+
+    type: Literal["custom"]
+    name: FunctionName = Field(description="Name of the tool.")
+    description: str | None = Field(default=None, description="What the tool does, for the model.")
+    format: CustomInputFormat | None = Field(default=None, description="Form of the input. Default: any text.")
+    defer_loading: DeferLoading = None
+
+    def in_chat(self, namespace: str | None) -> OfferedTool:
+        """The tool as a function of a chat."""
+        description = self.description or ""
+        if self.format is not None and self.format.definition:
+            syntax = "regular expression" if self.format.syntax == "regex" else "Lark grammar"
+            description += f"\n\nThe input must follow this {syntax}:\n{self.format.definition}"
+        function = FunctionDefinition.model_construct(
+            name=offered_name(namespace, self.name),
+            description=description.strip() or None,
+            parameters=_CUSTOM_PARAMETERS,
+        )
+        definition = ToolDefinition.model_construct(type="function", function=function)
+        return OfferedTool(self.name, namespace, definition, is_custom=True)
+
+
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string", "description": "Input of the tool, as plain text."}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+_NamespacedTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")]
+    | Annotated[FreeformTool, Tag("[custom]")]
+    | Annotated[_OtherResponseTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("function", "custom")),
 ]
+
+
+class ToolNamespace(StrictModel):
+    """Tools of the caller with a common prefix."""
+
+    type: Literal["namespace"]
+    name: FunctionName = Field(description="Name of the namespace.")
+    description: str | None = Field(default=None, description="What the tools are for. Accepted without effect.")
+    tools: Annotated[list[_NamespacedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        description="The tools."
+    )
+
+
+# The tools that OpenAI's service runs, some of them with a date.
+_HOSTED = re.compile(
+    "(web_search|web_search_preview|computer|computer_use_preview|file_search|code_interpreter|image_generation|mcp|local_shell|"
+    r"shell|apply_patch|tool_search|programmatic_tool_calling)(_\d{4}_\d{2}_\d{2})?"
+)
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")]
+    | Annotated[FreeformTool, Tag("[custom]")]
+    | Annotated[ToolNamespace, Tag("[namespace]")]
+    | Annotated[HostedTool, Tag(HOSTED_TAG)]
+    | Annotated[_OtherResponseTool, Tag(OTHER_TAG)],
+    discriminate_by_type(("function", "custom", "namespace"), hosted=_HOSTED),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool of the caller, and the function of the chat that represents it. is_custom: its input is a text."""
+
+    name: str
+    namespace: str | None
+    definition: ToolDefinition
+    is_custom: bool = False
+
+
+def offered_tools(tools: Sequence[Any]) -> list[OfferedTool]:
+    """The tools of a request, those of namespaces included, without hosted ones."""
+    found: list[OfferedTool] = []
+    for tool in tools:
+        if isinstance(tool, ToolNamespace):
+            found += [each.in_chat(tool.name) for each in tool.tools if not isinstance(each, _OtherResponseTool)]
+        elif isinstance(tool, FunctionTool | FreeformTool):
+            found.append(tool.in_chat(None))
+    return found
+
+
+def _check_tools(value: list[Any]) -> list[Any]:
+    found = offered_tools(value)
+    if len(found) > MAX_TOOLS:
+        raise PydanticCustomError(
+            "too_many", "should have at most {most} tools, got {count}", {"most": MAX_TOOLS, "count": len(found)}
+        )
+    check_functions([tool.definition.function for tool in found])
+    return value
 
 
 def _check_tool_choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
     given = without_nulls(value) if isinstance(value, dict) else {}
-    if (name := _function_name(given)) is not None:
-        return _function_choice(name)
+    if _chosen_name(given) is not None:
+        return given
     if given.pop("type", None) == ALLOWED_TOOLS:
-        mode, names = allowed_names(given, _function_name)
-        return {"type": ALLOWED_TOOLS, "mode": mode, "tools": list(map(_function_choice, names))}
+        mode, _ = allowed_names(given, _chosen_name)
+        return {"type": ALLOWED_TOOLS, "mode": mode, "tools": list(map(without_nulls, given["tools"]))}
     raise PydanticCustomError(
         "type",
-        "should be 'none', 'auto', 'required', {'type': 'function', 'name': '…'} or "
+        "should be 'none', 'auto', 'required', {'type': 'function', 'name': '…'}, {'type': 'custom', 'name': '…'} or "
         "{'type': 'allowed_tools', 'mode': '…', 'tools': […]}",
     )
 
 
-def _function_choice(name: str) -> dict[str, Any]:
-    return {"type": "function", "name": name}
-
-
-def _function_name(value: Any) -> str | None:
-    """The name in {'type': 'function', 'name': '…'}; None for any other value."""
+def _chosen_name(value: Any) -> str | None:
+    """The name in the chat of {'type': 'function', 'name': '…'}, with `custom` or a `namespace` too; None for any other value."""
     given = without_nulls(value) if isinstance(value, dict) else {}
-    named = given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str)
-    return given["name"] if named else None
+    named = given.get("type") in ("function", "custom") and set(given) - {"namespace"} == {"type", "name"}
+    if not named or not all(isinstance(text, str) for text in given.values()):
+        return None
+    return offered_name(given.get("namespace"), given["name"])
 
 
 def _items_from_string(value: Any) -> Any:
@@ -321,7 +523,6 @@ class ResponseRequest(SharedRequest):
         "n_predict": "it is called max_output_tokens here",
         "num_predict": "it is called max_output_tokens here",
     }
-    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE_FIELDS | {"client_metadata", "max_tool_calls", "verbosity"}
 
     input: Annotated[
         list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
@@ -339,16 +540,21 @@ class ResponseRequest(SharedRequest):
         default=None, description="Whether the response is stored for later requests. Default: true."
     )
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="Maximum number of generated tokens. Default: `--default-max-tokens`."
+        default=None,
+        description="Maximum number of generated tokens. Default: `--default-max-tokens`, else what the context leaves.",
     )
     stop: StopField = None
-    tools: (
-        Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_functions)] | None
-    ) = Field(default=None, description="Functions that the model may call. Default: none.")
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)] | None = (
+        Field(
+            default=None,
+            description="Tools of the caller that the model may call: functions, `custom` tools, and namespaces of both. Hosted "
+            "tools are ignored. Default: none.",
+        )
+    )
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
         default=None,
-        description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, "
-        "tools}`. Default: `auto`.",
+        description="`none`, `auto`, `required`, `{type: function, name}`, `{type: custom, name}` or `{type: allowed_tools, "
+        "mode, tools}`. Default: `auto`.",
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="Whether the model may make several calls in one turn. Default: true."
@@ -396,11 +602,14 @@ class ResponseRequest(SharedRequest):
         default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
     )
     chat_template_kwargs: TemplateVariables = None
+    user: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Accepted without effect, and repeated in the response."
+    )
     safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Accepted without effect."
+        default=None, description="Accepted without effect, and repeated in the response."
     )
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Accepted without effect."
+        default=None, description="Accepted without effect, and repeated in the response."
     )
 
     # Unsupported features of OpenAI's service
@@ -508,9 +717,20 @@ class OutputCall(_OutputItem):
     call_id: str = Field(description="Id of the call, which its result repeats.")
     name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Arguments as JSON text.")
+    namespace: str | None = Field(default=None, description="Namespace of the function, if it has one.")
 
 
-OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discriminator="type")]
+class OutputCustomCall(_OutputItem):
+    """A call of a `custom` tool that the model makes."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(description="Id of the call, which its result repeats.")
+    name: str = Field(description="Name of the tool.")
+    input: str = Field(description="Input of the tool.")
+    namespace: str | None = Field(default=None, description="Namespace of the tool, if it has one.")
+
+
+OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall, Field(discriminator="type")]
 
 
 class ResponseFailure(StrictModel):
@@ -553,11 +773,30 @@ class ToolShown(StrictModel):
     strict: bool | None = Field(description="Value of the request, else null.")
 
 
-class NamedFunction(StrictModel):
-    """The function that the model must call."""
+class FreeformToolShown(StrictModel):
+    """A `custom` tool that the request offered."""
 
-    type: Literal["function"]
-    name: str = Field(description="Name of the function.")
+    type: Literal["custom"]
+    name: str = Field(description="Name of the tool.")
+    description: str | None = Field(default=None, description="What the tool does, for the model.")
+    format: CustomInputFormat | None = Field(default=None, description="Form of the input.")
+
+
+class NamespaceShown(StrictModel):
+    """Tools with a common prefix that the request offered."""
+
+    type: Literal["namespace"]
+    name: str = Field(description="Name of the namespace.")
+    description: str | None = Field(default=None, description="What the tools are for.")
+    tools: list[Annotated[ToolShown | FreeformToolShown, Field(discriminator="type")]] = Field(description="The tools.")
+
+
+class NamedFunction(StrictModel):
+    """The tool that the model must call."""
+
+    type: Literal["function", "custom"] = Field(description="Kind of the tool.")
+    name: str = Field(description="Name of the tool.")
+    namespace: str | None = Field(default=None, description="Namespace of the tool, if it has one.")
 
 
 class AllowedFunctions(StrictModel):
@@ -600,7 +839,9 @@ class ResponseAnswer(StrictModel):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = Field(
         description="Value of the request, else `auto`."
     )
-    tools: list[ToolShown] = Field(description="Functions that the request offered.")
+    tools: list[Annotated[ToolShown | FreeformToolShown | NamespaceShown, Field(discriminator="type")]] = Field(
+        description="Tools that the request offered, without hosted ones."
+    )
     top_logprobs: int = Field(description="Value of the request, else 0.")
     top_p: float = Field(
         description="Nucleus sampling: only the most likely tokens whose probabilities add up to this value are "
@@ -643,6 +884,12 @@ class ListedCall(OutputCall):
     status: Literal["completed"] = Field(description="State of the item.")
 
 
+class ListedCustomCall(OutputCustomCall):
+    """A call of a `custom` tool of an input."""
+
+    status: Literal["completed"] = Field(description="State of the item.")
+
+
 class ListedCallOutput(_OutputItem):
     """Result of a call, as one string."""
 
@@ -650,6 +897,12 @@ class ListedCallOutput(_OutputItem):
     status: Literal["completed"] = Field(description="State of the item.")
     call_id: str = Field(description="Id of the call, which its result repeats.")
     output: str = Field(description="Result of the call.")
+
+
+class ListedCustomCallOutput(ListedCallOutput):
+    """Result of a call of a `custom` tool, as one string."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
 
 
 class ListedReasoning(_OutputItem):
@@ -661,7 +914,10 @@ class ListedReasoning(_OutputItem):
     content: list[TextPart | RefusalPart] | None = Field(default=None, description="The text.")
 
 
-ListedItem = Annotated[ListedMessage | ListedCall | ListedCallOutput | ListedReasoning, Field(discriminator="type")]
+ListedItem = Annotated[
+    ListedMessage | ListedCall | ListedCallOutput | ListedCustomCall | ListedCustomCallOutput | ListedReasoning,
+    Field(discriminator="type"),
+]
 
 
 class ItemList(StrictModel):
@@ -756,6 +1012,20 @@ class ArgumentsDoneEvent(_ItemEventBase):
     arguments: str = Field(description="Arguments as JSON text.")
 
 
+class CustomInputDeltaEvent(_ItemEventBase):
+    """The input of a call of a `custom` tool: all of it at once."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str = Field(description="The added text.")
+
+
+class CustomInputDoneEvent(_ItemEventBase):
+    """End of the input of a call of a `custom` tool."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str = Field(description="Input of the tool.")
+
+
 class FailedEvent(_EventBase):
     """Error before the response was created."""
 
@@ -777,6 +1047,8 @@ class ResponseEvent(
             | ReasoningDoneEvent
             | ArgumentsDeltaEvent
             | ArgumentsDoneEvent
+            | CustomInputDeltaEvent
+            | CustomInputDoneEvent
             | FailedEvent,
             Field(discriminator="type"),
         ]

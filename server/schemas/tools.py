@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, BaseModel, Field, Tag
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from windlass.server.schemas.base import (
@@ -19,7 +19,7 @@ from windlass.server.schemas.base import (
     without_nulls,
 )
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
 PROVIDER_FIELDS = "provider_specific_fields"  # field that litellm adds to every part of an answer
@@ -130,6 +130,19 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition = Field(description="The function.")
 
 
+class HostedTool(BaseModel):
+    """A tool that the service of OpenAI or Anthropic runs itself. It is ignored, and named in the header
+    `x-windlass-ignored`.
+    """
+
+    type: str = Field(description="Kind of the tool.")
+
+
+def hosted_names(tools: Sequence[Any]) -> Iterator[str]:
+    """Names of the ignored tools for the header of the response."""
+    return (f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool))
+
+
 class OtherTool(UnsupportedKind):
     """A tool of an unsupported kind."""
 
@@ -148,10 +161,13 @@ def as_tool_definitions(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
     return cast(Sequence[ToolDefinition], tools)
 
 
-def tool_definition(tool: Any, parameters: dict[str, Any] | None) -> ToolDefinition:
-    """A tool in the form of a chat. tool: checked, in the form of another API, with `name`, `description` and `strict`."""
+def tool_definition(tool: Any, parameters: dict[str, Any] | None, name: str | None = None) -> ToolDefinition:
+    """A tool in the form of a chat. tool: checked, in the form of another API, with `name`, `description` and `strict`.
+
+    name: in the chat. Default: the tool's own.
+    """
     function = FunctionDefinition.model_construct(
-        name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict
+        name=name or tool.name, description=tool.description, parameters=parameters, strict=tool.strict
     )
     return ToolDefinition.model_construct(type="function", function=function)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from windlass.server.app.request_body import report_ignored
 from windlass.server.app.state import ServerState, state_of
 from windlass.server.errors import ApiError, after_dropping_turns, bad_request
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
@@ -94,9 +95,16 @@ async def fit_turns(
     return best[0], most
 
 
-async def check_chat(request: Request, body: ChatRequest, *, arrival: float) -> GenerationJob:
-    """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field."""
+async def check_chat(
+    request: Request, body: ChatRequest, *, arrival: float, effort_field: str = "reasoning_effort"
+) -> GenerationJob:
+    """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
+
+    effort_field: name of `reasoning_effort` in the API of the request.
+    """
     info, state = admit_request(request, body), state_of(request)
+    if body.reasoning_effort is not None and state.thinking.ignores_effort(body.reasoning_effort):
+        report_ignored(request, effort_field)
     has_tools = body.tools or body.functions  # which may be large
     capabilities = await state.text.template_capabilities(tools=True) if has_tools else None
     plan = partial(

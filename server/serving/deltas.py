@@ -150,6 +150,7 @@ class Generation:
             include_stop=self._include_stop,
             min_tokens=job.sampling.min_tokens,
             visible_special_tokens=self._parser_token_ids,
+            locator=None if job.parsing is None or not job.body.stop else job.state.thinking.answer_locator(job.phase),
             sibling=self._detokenizers.get(prompt_index),
         )
         self._detokenizers.setdefault(prompt_index, detokenizer)

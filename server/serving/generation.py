@@ -37,6 +37,9 @@ from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt
 
+# Longest answer of a chat that sets no limit where prompt and limit choose the scaling: with all of the context, it would always
+# be the largest scaling, which reads short texts worse.
+AUTO_SCALING_TOKENS = 4096
 TOOL_CHOICE_FIELDS = ("tool_choice", "function_call")
 
 
@@ -46,7 +49,7 @@ def check_generation(
     info: ModelInfo,
     *,
     arrival: float,
-    default_max_tokens: int,
+    default_max_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
     tools: ToolPlan = NO_TOOLS,
@@ -54,7 +57,8 @@ def check_generation(
 ) -> GenerationJob:
     """Check everything that does not need tokenizing; raises ApiError or RequestError naming the field.
 
-    logprobs: alternatives per generated token, None for no log-probabilities.
+    default_max_tokens: of requests that set no limit; None: what the context leaves, or `AUTO_SCALING_TOKENS` if the length
+    chooses the scaling. logprobs: alternatives per generated token, None for no log-probabilities.
     echo: the prompt is repeated, with log-probabilities if those are requested.
     line_limits: limits on the lines of the output.
     """
@@ -74,6 +78,11 @@ def check_generation(
     overflow = _resolve_overflow(body, state.settings, chat=chat)
     rule = resolve_context_rule(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
+    rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
+    size = rotation.limit_context(info.size(rule))
+    has_limit = default_max_tokens is not None or body.max_tokens is not None or body.max_completion_tokens is not None
+    if default_max_tokens is None:
+        default_max_tokens = AUTO_SCALING_TOKENS if rotation.chooses_scaling else size.longest_prompt
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
     sampling = build_sampling(
         body,
@@ -84,7 +93,6 @@ def check_generation(
         prompt_logprobs=max(wanted) if wanted else None,
         defaults=state.settings.sampling,
     )
-    rotation = resolve_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     return GenerationJob(
         state=state,
         body=body,
@@ -93,6 +101,7 @@ def check_generation(
         caller=caller,
         arrival=arrival,
         sampling=sampling,
+        has_limit=has_limit,
         rotation=rotation,
         logprobs=logprobs,
         overflow=overflow,
@@ -100,7 +109,7 @@ def check_generation(
         reuse=resolve_reuse(
             body, resolve_cache_salt(body, caller, state, passages=True) or "", state.settings, chat=chat
         ),
-        size=rotation.limit_context(info.size(rule)),
+        size=size,
         parsing=tools.parsing,
         structured=forced or (structured and replace(structured, alternative=calls)),
         priority=state.callers.priority(caller, body.priority),
@@ -229,7 +238,7 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
             job.rotation.check_length(len(prompt.token_ids), sampling.max_tokens, info.size(job.rule))
         with scaling_hint(job):
             max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
-        if job.overflow == "error" and max_tokens < sampling.max_tokens:
+        if job.overflow == "error" and job.has_limit and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
         requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))

@@ -16,7 +16,7 @@ from windlass.engine.interface.request import EngineRequest, PoolingRule, Sampli
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
 from windlass.server.config.settings import ContextOverflow
-from windlass.server.errors import ApiError, bad_request
+from windlass.server.errors import ApiError
 from windlass.server.observability.logging import set_request_id
 from windlass.server.schemas.base import EngineRequestFields
 from windlass.server.schemas.generation import GenerationRequest
@@ -60,7 +60,8 @@ class RequestJob:
 class GenerationJob(RequestJob):
     """A checked request that generates.
 
-    sampling: for all prompts; max_tokens is clamped per prompt. logprobs: alternatives per generated token that the response
+    sampling: for all prompts; max_tokens is clamped per prompt. has_limit: whether it comes from the request or the operator.
+    logprobs: alternatives per generated token that the response
     shows, None for no log-probabilities. size: what the context holds under `rule`.
     parsing: parser of the output, None if all text is content. structured: required form of the output. phase: where the output
     begins in the model's thinking. tools: for the chat template. dropped_turns: turns left out of the chat, None if none may be.
@@ -68,6 +69,7 @@ class GenerationJob(RequestJob):
 
     body: GenerationRequest
     sampling: SamplingParams
+    has_limit: bool
     logprobs: int | None
     overflow: ContextOverflow
     reuse: NonPrefixReuseParams
@@ -99,8 +101,8 @@ def scaling_hint(job: RequestJob) -> Iterator[None]:
         scaled = rotation.scaling is not None and rotation.scaling.rope_type != "default"
         if error.code != "context_length_exceeded" or not scaled or rotation.longest is not None:
             raise
-        why = "a scaling does not enlarge the context: the server's --max-model-len does"
-        raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
+        error.message += " (a scaling does not enlarge the context: the server's --max-model-len does)"
+        raise
 
 
 def admit_request(request: Request, body: EngineRequestFields) -> ModelInfo:

@@ -44,10 +44,15 @@ class Rotation:
         return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
 
     @property
+    def chooses_scaling(self) -> bool:
+        """Whether the length of the request chooses its scaling (`auto`)."""
+        return self.planner.chooses(self.scaling)
+
+    @property
     def longest(self) -> int | None:
         """Length at which the thresholds of `auto` end; None if there is no such limit."""
         ladder = self.planner.ladder
-        return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
+        return ladder.end if ladder is not None and self.chooses_scaling else None
 
     def limit_context(self, size: ContextSize) -> ContextSize:
         """The context size, shortened if the thresholds of `auto` end before it."""

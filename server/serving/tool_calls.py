@@ -86,9 +86,13 @@ def plan_tools(
     if must_call or has_output_format:
         strict = [function.name for function in functions if function.strict]
         forced = CallGrammarOptions(schemas, parallel, partial(_marker_lark, tokenizer), strict)
-        grammar = known.grammar(forced)
-        if grammar is None:  # these functions have no such form
-            known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
+        try:
+            grammar = known.grammar(forced)
+            if grammar is None:  # these functions have no such form
+                known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
+        except ValueError as error:
+            where = "functions" if body.functions is not None else "tools"
+            raise bad_request(f"{where}: a schema cannot be followed: {error}", where, "invalid_grammar") from None
     options = CallOptions(
         schemas=schemas,
         new_id=known.new_id,

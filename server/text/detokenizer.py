@@ -5,9 +5,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from windlass.server.text.reasoning import AnswerLocator
 
 _INDENT_CHARACTERS = " \t"
 _REPLACEMENT = "\ufffd"
@@ -89,7 +93,8 @@ class Detokenizer:
     space. One difference, for invalid UTF-8 only: with byte fallback tokens, a valid character is returned when it is
     complete, even if invalid bytes follow it.
 
-    stop: non-empty strings; generation should end when one is complete. include_stop: keep it in the text.
+    stop: non-empty strings; generation should end when one is complete. They may contain skipped special tokens.
+    include_stop: keep it in the text. locator: finds the answer, to which the search is limited; None: all text is searched.
     min_tokens: number of tokens whose text is not searched for stop strings.
     visible_special_tokens: special tokens that remain in the text while others are skipped.
     sibling: detokenizer of another sample with the same prompt and options, so that the prompt is not read again.
@@ -107,6 +112,7 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         visible_special_tokens: frozenset[int] = frozenset(),
+        locator: AnswerLocator | None = None,
         sibling: Detokenizer | None = None,
     ) -> None:
         if not all(stop):
@@ -117,6 +123,11 @@ class Detokenizer:
         self._initial = _initial_stream(tokenizer, prompt_token_ids, skipped) if sibling is None else sibling._initial
         self._stream = self._initial.copy()
         self._matcher = _StopMatcher(stop, include_stop) if stop else None
+        self._locator = locator if stop else None
+        # Skipped tokens that stop strings contain, by id.
+        self._skipped_texts: dict[int, str] = (
+            _skipped_texts(tokenizer, skipped, stop) if sibling is None else sibling._skipped_texts
+        )
         self._min_tokens = min_tokens
         self._parts: list[str] = []
         self._done = False
@@ -146,11 +157,14 @@ class Detokenizer:
             self.num_tokens += 1
             if hide_last and index == last:
                 break
-            safe.append(self._match(self._stream.feed(token_id), self.num_tokens > self._min_tokens))
+            if token_id in self._skipped_texts:
+                safe.append(self._match_skipped(self._skipped_texts[token_id]))
+            else:
+                safe.append(self._search(self._stream.feed(token_id)))
             if self._done:
                 break
         if final and not self._done:
-            safe.append(self._match(self._stream.flush(), self.num_tokens > self._min_tokens))
+            safe.append(self._search(self._stream.flush(), final=True))
             if self._matcher is not None and not self._done:
                 safe.append(self._matcher.flush())
             self._done = True
@@ -160,12 +174,37 @@ class Detokenizer:
             self._parts.append(text)
         return text
 
-    def _match(self, text: str, searched: bool) -> str:
-        if self._matcher is None or not text or not searched:
+    def _search(self, text: str, *, final: bool = False) -> str:
+        """Return the text that may be sent. Sets `stopped` if the answer in it completes a stop string."""
+        if self._matcher is None:
             return text
-        text, self.stopped = self._matcher.feed(text)
+        if self._locator is None:
+            return self._match(text)
+        safe: list[str] = []
+        for piece, is_answer in self._locator.feed(text, final=final):
+            if self._done:
+                break
+            safe.append(self._match(piece) if is_answer else self._matcher.flush() + piece)
+        return "".join(safe)
+
+    def _match(self, text: str, *, visible: bool = True) -> str:
+        if self._matcher is None or not text or self.num_tokens <= self._min_tokens:
+            return text if visible else ""
+        text, self.stopped = self._matcher.feed(text, visible=visible)
         self._done = self.stopped is not None
         return text
+
+    def _match_skipped(self, text: str) -> str:
+        """The same for a special token that is omitted from the text."""
+        return self._match(text, visible=False) if self._locator is None or self._locator.in_answer else ""
+
+
+def _skipped_texts(tokenizer: Tokenizer, skipped: frozenset[int], stop: Sequence[str]) -> dict[int, str]:
+    """Return the texts of skipped tokens that stop strings contain."""
+    if not stop:
+        return {}
+    texts = ((token_id, tokenizer.backend.id_to_token(token_id)) for token_id in skipped)
+    return {token_id: text for token_id, text in texts if text and any(text in string for string in stop)}
 
 
 def _initial_stream(
@@ -313,21 +352,34 @@ class _StopMatcher:
         self._state = [0] * len(self._stop)
         self._begins = frozenset(string[0] for string in self._stop)
         self._held = ""
+        self._visible = b""  # by character of the held text: whether it is sent
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be sent, and the stop string if one is complete; the text after it is dropped."""
+    def feed(self, text: str, *, visible: bool = True) -> tuple[str, str | None]:
+        """Return the text that may be sent, and the stop string if one is complete; the text after it is dropped.
+
+        visible: whether this text is part of what is sent.
+        """
         if not self._held and self._begins.isdisjoint(text):
-            return text, None
+            return text if visible else "", None
         buffer = self._held + text
+        self._visible += bytes([visible]) * len(text)
         for position in range(len(self._held), len(buffer)):
             matched = self._advance(buffer[position])
             if matched is not None:
                 self._held = ""
-                end = position + 1
-                return buffer[: end if self._include else end - len(matched)], matched
+                before = self._sent(buffer, position + 1 - len(matched))
+                return before + matched if self._include else before, matched
         safe = len(buffer) - max(self._state)
-        self._held = buffer[safe:]
-        return buffer[:safe], None
+        sent = self._sent(buffer, safe)
+        self._held, self._visible = buffer[safe:], self._visible[safe:]
+        return sent, None
+
+    def _sent(self, buffer: str, end: int) -> str:
+        """Return the visible part of the first characters."""
+        text = buffer[:end]
+        if 0 not in self._visible[:end]:
+            return text
+        return "".join(character for character, visible in zip(text, self._visible, strict=False) if visible)
 
     def _advance(self, char: str) -> str | None:
         matched: str | None = None
@@ -346,8 +398,11 @@ class _StopMatcher:
         return matched
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        """Return the text held back, and search the next text from its beginning."""
+        sent = self._sent(self._held, len(self._held))
+        self._held, self._visible = "", b""
+        self._state = [0] * len(self._stop)
+        return sent
 
 
 def _failure_table(string: str) -> list[int]:

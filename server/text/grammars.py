@@ -21,6 +21,7 @@ from windlass.server.text.schema_rewriting import (
     expand_ascii_classes,
     expand_ascii_classes_in_lark,
     has_no_finite_document,
+    without_patterns,
 )
 from windlass.server.text.tool_parsers.call_grammars import PARAMETERS_OF
 
@@ -34,6 +35,8 @@ _MAX_REASON_LENGTH = 400
 # llguidance's position of an error in a Lark grammar, and the lines of the grammar that it appends to the reason.
 _LOCATION = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _SOURCE_LINE = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
+# A rule of a grammar of calls that is a schema.
+_JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 # White space in a document: a space, or a line break and an indentation. Bounded, or a model could write it endlessly.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})",
@@ -59,14 +62,53 @@ class GrammarCompiler:
         self._compile("json_object", "", "")
 
     def compile(self, kind: str, value: str, alternative: str = "") -> str:
-        """Return the serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
+        """Return the serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason.
+
+        Patterns that are not supported, such as those with look-ahead, are ignored where the schema is not strict.
+        """
         with ThreadPoolExecutor(1) as pool:
             try:
                 with thread_stack_size(GRAMMAR_STACK_BYTES):
-                    compiled = pool.submit(self._compile, kind, value, alternative)
+                    compiled = pool.submit(self._compile_or_relax, kind, value, alternative)
             except RuntimeError:  # a thread cannot be started
                 raise MemoryError from None
             return compiled.result()
+
+    def _compile_or_relax(self, kind: str, value: str, alternative: str) -> str:
+        try:
+            return self._compile(kind, value, alternative)
+        except RequestError:
+            relaxed = self._relaxed(kind, value), self._relaxed("lark", alternative)
+            if relaxed == (value, alternative):
+                raise
+        return self._compile(kind, *relaxed)
+
+    def _relaxed(self, kind: str, value: str) -> str:
+        """Return a schema, or the Lark of calls, without the unsupported patterns of schemas that are not strict."""
+        if kind == "json_schema":
+            return self._without_patterns(value)
+        if kind != "lark":
+            return value
+        return _JSON_RULE.sub(lambda rule: rule[1] + self._without_patterns(rule[2], only_lenient=True), value)
+
+    def _without_patterns(self, text: str, *, only_lenient: bool = False) -> str:
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if not isinstance(schema, dict) or (only_lenient and not schema.get("x-guidance", {}).get("lenient")):
+            return text
+        return json.dumps(schema) if without_patterns(schema, self._is_pattern) else text
+
+    def _is_pattern(self, pattern: str) -> bool:
+        """Return whether a pattern is supported."""
+        try:
+            self._check("regex", _serialize_schema(json.dumps({"type": "string", "pattern": pattern})))
+        except MemoryError:
+            raise
+        except BaseException:  # panics of the Rust libraries are not Exceptions
+            return False
+        return True
 
     def _compile(self, kind: str, value: str, alternative: str) -> str:
         try:

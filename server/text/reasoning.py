@@ -11,11 +11,13 @@ from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.stream_parser import (
     CallStart,
+    Content,
     Event,
     OutputParser,
     ParsingPlan,
     PlainTextParser,
     Reasoning,
+    TracksThinking,
     find_marker,
     partial_marker_length,
 )
@@ -34,6 +36,7 @@ SPACE = " \t\r\n"
 MAX_PROBED = 1 << 14
 MAX_FAILED_PROBES = 64  # openers within the thinking without a call; further ones are not examined
 PROBE_PIECE = 256  # characters
+_MAX_HELD = 1024  # characters of markup and white space that may precede an answer
 MAX_LEADING_SPACE = 64  # characters of white space before an opening marker
 _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thinking on and off
 _EFFORT = "reasoning_effort"
@@ -478,6 +481,44 @@ class ChannelParser(_ThinkingStage):
         return self._rest.feed(text) if text else []
 
 
+class AnswerLocator:
+    """Finds the answer in a text with thinking and markup, so that stop strings are searched only there.
+
+    parser: emits the answer as content.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._held = ""  # may belong to the answer
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the text so far ends in the answer."""
+        return not (isinstance(self._parser, TracksThinking) and self._parser.thinking)
+
+    def feed(self, text: str, *, final: bool = False) -> list[tuple[str, bool]]:
+        """Return the text in pieces, and whether each belongs to the answer. final: no text follows."""
+        events = self._parser.feed(text) if text else []
+        if final:
+            events += self._parser.finish()
+        answer = "".join(event.text for event in events if isinstance(event, Content))
+        held = self._held + text
+        pieces: list[tuple[str, bool]] = []
+        if answer:
+            at = held.rfind(answer)
+            # Markup within the answer is searched with it.
+            start, end = (0, len(held)) if at < 0 else (at, at + len(answer))
+            pieces = [(held[:start], False), (held[start:end], True)]
+            held = held[end:]
+        parser = self._parser
+        thinks = isinstance(parser, TracksThinking) and parser.thinking and parser.has_thought
+        if final or thinks or len(held) > _MAX_HELD:
+            pieces.append((held, False))
+            held = ""
+        self._held = held
+        return [piece for piece in pieces if piece[0]]
+
+
 class ThinkingControl:
     """Thinking of the served model; one instance per application.
 
@@ -518,6 +559,13 @@ class ThinkingControl:
             new_parser=lambda: stage(format, phase, rest),
             markers=rest.markers | format.markers,
         )
+
+    def answer_locator(self, phase: ThinkingPhase) -> AnswerLocator | None:
+        """Return a locator of the answer, None if everything is the answer."""
+        if self.format is not None and phase == "after" and not self.format.may_recur:
+            return None
+        plan = self.parsing(None, phase)
+        return None if plan is None else AnswerLocator(plan.new_parser())
 
     def budget(self, tokens: int | None, phase: ThinkingPhase) -> ThinkingBudget | None:
         """Return the budget that ends the thinking after `tokens` tokens, None without a limit or without thinking.
@@ -568,18 +616,20 @@ class ThinkingControl:
         """Return the template variables that turn thinking on; empty if the template has none."""
         return {name: True for name in _SWITCHES if name in self.choices}
 
-    def nearest_effort(self, effort: str) -> str | None:
-        """Return the nearest effort that the model supports, None if its template has no such variable."""
-        if self.name == HARMONY:
-            effort = _HARMONY_EFFORT_ALIASES.get(effort, effort)
-        return effort if self.choices or effort == "none" else None
+    def nearest_effort(self, effort: str) -> str:
+        """Return the nearest effort that the model supports, if it supports any."""
+        return _HARMONY_EFFORT_ALIASES.get(effort, effort) if self.name == HARMONY else effort
+
+    def ignores_effort(self, effort: str) -> bool:
+        """Return whether an effort has no effect. Without thinking, the effort `none` needs none."""
+        return not self.choices and self.name != HARMONY and (effort != "none" or self.name != NONE)
 
     def variables(self, effort: str | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the template variables of a request: those of `effort`, overridden by `chat_template_kwargs`.
 
-        Raises ApiError if the effort would have no effect.
+        An effort that the template does not use has no effect. Raises ApiError for one that this model does not support.
         """
-        if effort is None:
+        if effort is None or self.ignores_effort(effort):
             return template_kwargs
         if self.name == HARMONY and effort not in _HARMONY_EFFORTS:
             raise bad_request(
@@ -590,12 +640,6 @@ class ThinkingControl:
         found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self.choices}
         if _EFFORT in self.choices:
             found[_EFFORT] = effort
-        if not found and (effort != "none" or self.name != "none"):
-            raise bad_request(
-                "this model's chat template does not use reasoning_effort: omit it",
-                _EFFORT,
-                "unsupported_parameter",
-            )
         return {**found, **(template_kwargs or {})}
 
 

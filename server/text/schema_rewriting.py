@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,6 +14,24 @@ from urllib.parse import unquote
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
+# Bounds of what has no natural end in these formats: pattern and length. Seconds are at most 59, as parsers refuse 60.
+_TIME = r"[^.]{6}[0-5][0-9](\.[0-9]{1,9})?(Z|[+-][0-9:]{5})$"
+_BOUNDS_OF_FORMATS = {
+    "date-time": ("^[^.]{10}T" + _TIME, None),
+    "time": ("^" + _TIME, None),
+    "duration": ("^[^0-9]*([0-9]{1,6}[^0-9]+)*$", None),
+    "email": (r"^[^@]{1,64}@[^.@]{1,63}(\.[^.@]{1,63}){0,8}$", 128),
+    "uri": ("^[^:]{1,32}:", 512),
+}
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_FRACTION_DIGITS = 10  # of a number: llguidance's limit
+_LEAST_BOUND = 1e-6  # a number with a smaller bound may need more digits
+_LARGEST_NUMBER = 10**15  # of a number without bounds
+_LARGEST_INTEGER = 10**18  # of an integer without bounds
+_INT64_MAX = 2**63 - 1
+_MAX_ADDED_VALUES = 4000  # to a schema
+_MAX_LISTED_VALUES = 5  # of which all lists without repetition are written out: 326
+_PLAIN_REFERENCE = re.compile(r"#[A-Za-z0-9_.$/-]*")
 MAX_REFERENCE_PARTS = 1000
 _INDEX = re.compile("[0-9]{1,6}")
 _MAX_SCHEMAS = 20_000  # subschemas that are checked for finite documents
@@ -58,21 +78,228 @@ def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any
 
     An object stays open if its schema says so, if it names no member, and if closing it could make documents impossible:
     where several schemas apply to one value, and in everything that these refer to.
+    Numbers and formats without a natural end are bounded. Raises ValueError for integers that llguidance would round.
     strict: keep keywords that llguidance cannot enforce, so that it rejects the schema.
     """
     found: dict[str, Any] = json.loads(json.dumps(schema))
-    for part in _subschemas(found):
-        if part.get("propertyNames") in _ANY_NAMES:
-            del part["propertyNames"]
+    _rename_references(found)
+    most = _MAX_ADDED_VALUES
+    for part in list(_subschemas(found)):
+        most -= _name_members(part, found, most)
+        most -= _list_unique_items(part, found, most, strict=strict)
     for part in _standalone_schemas(found):
         if part.get("properties") and names_all_members(part):
             part["additionalProperties"] = False
+    # llguidance cannot combine multiples of such different numbers.
+    bounds_fractions = not any("multipleOf" in part and _is_combined(part) for part in _subschemas(found))
     for part in _subschemas(found):
-        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
-            del part["format"]
+        if isinstance(part.get("format"), str):
+            _bound_format(part)
+        _bound_numbers(part, bounds_fractions)
         if not strict and not _counts_all_members(part):
             del part["minProperties"]
     return found
+
+
+def _rename_references(root: dict[str, Any]) -> None:
+    """Move the targets of references with escapes to plain names, as llguidance does not resolve all of these references."""
+    found = [
+        (part, resolve_reference(root, part["$ref"]))
+        for part in _subschemas(root)
+        if isinstance(part.get("$ref"), str)
+        and part["$ref"].startswith("#/")
+        and not _PLAIN_REFERENCE.fullmatch(part["$ref"])
+    ]
+    targets = {id(target): target for _, target in found if isinstance(target, dict)}
+    known = root.setdefault("$defs", {}) if targets else {}
+    if not isinstance(known, dict):
+        return
+    references = {target: {"$ref": f"#/$defs/reference-{number}"} for number, target in enumerate(targets)}
+    for part, target in found:
+        part.update(references.get(id(target), {}))
+    for number, target in enumerate(targets.values()):
+        known[f"reference-{number}"] = dict(target)
+        target.clear()
+        target.update(references[id(target)])
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a mere reference points to, another schema itself."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        return resolve_reference(root, schema["$ref"])
+    return schema
+
+
+def _finite_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values of an enumeration, None for any other schema."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    return [False, True] if schema.get("type") == "boolean" else None
+
+
+def _name_members(part: dict[str, Any], root: dict[str, Any], most: int) -> int:
+    """Replace `propertyNames` by `properties` or `patternProperties`, which llguidance enforces, where that is possible.
+
+    Returns the number of added members, at most `most`.
+    """
+    if part.get("propertyNames") in _ANY_NAMES:
+        del part["propertyNames"]
+    names = part.get("propertyNames")
+    if names is None or "patternProperties" in part:
+        return 0
+    others, properties = part.get("additionalProperties", True), part.get("properties", {})
+    values = _finite_values(names, root)
+    if values is not None and isinstance(properties, dict) and len(values) <= most:
+        if isinstance(others, dict) and others and isinstance(known := root.setdefault("$defs", {}), dict):
+            name = f"value-{len(known)}"
+            known[name], others = others, {"$ref": f"#/$defs/{name}"}  # once, however many members there are
+        members = {name: properties.get(name, others) for name in values if isinstance(name, str)}
+        part["properties"] = {name: member for name, member in members.items() if member is not False}
+    elif not properties and isinstance(names, dict) and isinstance(names.get("pattern"), str):
+        if names.keys() - {"pattern", "type", "title", "description"}:
+            return 0
+        values = []
+        part["patternProperties"] = {names["pattern"]: others}
+    else:
+        return 0
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+    return len(values)
+
+
+def _list_unique_items(part: dict[str, Any], root: Mapping[str, Any], most: int, *, strict: bool) -> int:
+    """Replace `uniqueItems` by the possible lists of a few values. Returns the number of added values, at most `most`.
+
+    With other items it is not enforced. A repeated value does not matter to a set, unless this needs several: then llguidance
+    rejects the strict schema.
+    """
+    if part.get("uniqueItems") is not True:
+        part.pop("uniqueItems", None)
+        return 0
+    values = _finite_values(part.get("items"), root)
+    least, longest = part.get("minItems", 0), part.get("maxItems", _MAX_LISTED_VALUES)
+    plain = isinstance(least, int) and isinstance(longest, int) and "prefixItems" not in part and "contains" not in part
+    if plain and values is not None and len(values) <= _MAX_LISTED_VALUES:
+        distinct = [json.loads(text) for text in dict.fromkeys(map(json.dumps, values))]
+        lists = [
+            list(chosen)
+            for count in range(least, min(longest, len(distinct)) + 1)
+            for chosen in permutations(distinct, count)
+        ]
+        if (added := sum(map(len, lists))) <= most and lists:
+            for key in ("items", "minItems", "maxItems", "uniqueItems"):
+                part.pop(key, None)
+            part["enum"] = lists
+            return added
+    if isinstance(longest, int) and values is not None and "prefixItems" not in part:
+        part["maxItems"] = min(part.get("maxItems", len(values)), len(values))
+    if not (strict and isinstance(least, int | float) and least > 1):
+        del part["uniqueItems"]
+    return 0
+
+
+def _bound_format(part: dict[str, Any]) -> None:
+    """Drop a format that llguidance rejects. Bound one whose texts may have no natural end."""
+    if part["format"] not in FORMATS:
+        del part["format"]
+    elif (bounds := _BOUNDS_OF_FORMATS.get(part["format"])) is not None:
+        pattern, length = bounds
+        if length is not None:
+            part.setdefault(
+                "maxLength", max(length, least) if isinstance(least := part.get("minLength"), int) else length
+            )
+        if "pattern" not in part:
+            part["pattern"] = pattern
+        elif part["pattern"] != pattern and isinstance(others := part.setdefault("allOf", []), list):
+            others.append({"pattern": pattern})
+
+
+def _is_combined(part: Mapping[str, Any]) -> bool:
+    """Return whether a schema of a number may apply together with others."""
+    return part.get("type") not in ("number", "integer") or any(key in part for key in _DELEGATING_KEYWORDS)
+
+
+def _bound_numbers(part: dict[str, Any], bounds_fractions: bool) -> None:
+    """Bound the digits of numbers, and make the bounds of integers exact: llguidance rounds them to floats.
+
+    bounds_fractions: whether the digits of fractions are bounded, too.
+    """
+    for value in (*(part.get("enum") or () if isinstance(part.get("enum"), list) else ()), part.get("const")):
+        if isinstance(value, int) and not _is_exact(value):
+            raise ValueError(f"the integer {value} has too many digits for enum and const")
+    if "enum" in part or "const" in part:
+        return
+    kinds = part.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if any(isinstance(part.get(key), bool) for key in ("exclusiveMinimum", "exclusiveMaximum")):
+        return  # of draft 4, where they change the meaning of the other keywords
+    bounds = [value for key in _BOUNDS if isinstance(value := part.get(key), int | float)]
+    if "number" in kinds:
+        if (
+            bounds_fractions
+            and "multipleOf" not in part
+            and all(value == 0 or abs(value) >= _LEAST_BOUND for value in bounds)
+        ):
+            part["multipleOf"] = 10**-_FRACTION_DIGITS
+        if not {"minimum", "exclusiveMinimum"} & part.keys() and all(value > -_LARGEST_NUMBER for value in bounds):
+            part["minimum"] = -_LARGEST_NUMBER
+        if not {"maximum", "exclusiveMaximum"} & part.keys() and all(value < _LARGEST_NUMBER for value in bounds):
+            part["maximum"] = _LARGEST_NUMBER
+    elif "integer" in kinds or any(isinstance(value, int) and not _is_exact(value) for value in bounds):
+        _bound_integers(part, "integer" in kinds)
+
+
+def _bound_integers(part: dict[str, Any], only_integers: bool) -> None:
+    """Round bounds inwards to numbers that llguidance represents. only_integers: add the missing ones."""
+    least = [*_numbers(part, "minimum"), *(value + 1 for value in map(math.floor, _numbers(part, "exclusiveMinimum")))]
+    most = [*_numbers(part, "maximum"), *(value - 1 for value in map(math.ceil, _numbers(part, "exclusiveMaximum")))]
+    low = max(map(math.ceil, least), default=None)
+    high = min(map(math.floor, most), default=None)
+    if only_integers and low is None and (high is None or high > -_LARGEST_INTEGER):
+        low = -_LARGEST_INTEGER
+    if only_integers and high is None and (low is None or low < _LARGEST_INTEGER):
+        high = _LARGEST_INTEGER
+    least_exact = None if low is None else _at_least(low)
+    most_exact = None if high is None else _INT64_MAX if high >= _INT64_MAX else -_at_least(-high)
+    if (least_exact is not None and least_exact > (_INT64_MAX if most_exact is None else most_exact)) or (
+        most_exact is not None and most_exact < -_INT64_MAX
+    ):
+        raise ValueError(f"no integer from {low} to {high} can be written exactly")
+    for key in _BOUNDS:
+        part.pop(key, None)
+    part.update({} if least_exact is None else {"minimum": least_exact})
+    part.update({} if most_exact is None else {"maximum": most_exact})
+
+
+def _numbers(part: Mapping[str, Any], key: str) -> list[int | float]:
+    value = part.get(key)
+    return [value] if isinstance(value, int | float) else []
+
+
+def _is_exact(value: int) -> bool:
+    """Return whether llguidance represents an integer exactly: as a float that is clipped to 64 bits."""
+    return value == _INT64_MAX or (abs(value) < _INT64_MAX and int(float(value)) == value)
+
+
+def _at_least(value: int) -> int:
+    """Return the smallest integer that is a float, at least `value`, and above the smallest one of 64 bits."""
+    value = max(value, -_INT64_MAX)
+    rounded = int(float(value))
+    return rounded if rounded >= value and abs(rounded) <= _INT64_MAX else int(math.nextafter(float(value), math.inf))
+
+
+def without_patterns(schema: dict[str, Any], is_supported: Callable[[str], bool]) -> bool:
+    """Remove the patterns that are not supported, in place; return whether there were any."""
+    found = [part for part in _subschemas(schema) if isinstance(part.get("pattern"), str)]
+    unsupported = [part for part in found if not is_supported(part["pattern"])]
+    for part in unsupported:
+        del part["pattern"]
+    return bool(unsupported)
 
 
 def names_all_members(schema: Mapping[str, Any]) -> bool:
@@ -225,13 +452,16 @@ def _is_finite(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
 
 def resolve_reference(root: Mapping[str, Any], reference: str) -> Any:
     """Return the value that a reference within the document points to, None if it points to nothing or elsewhere."""
-    start, *path = unquote(reference).split("/", MAX_REFERENCE_PARTS)
+    start, *path = reference.split("/", MAX_REFERENCE_PARTS)
     found: Any = root if start == "#" else None
     for name in path:
+        plain = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
             found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
+        elif isinstance(found, Mapping):
+            found = found[plain] if plain in found else found.get(unquote(name).replace("~1", "/").replace("~0", "~"))
         else:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            return None
     return found
 
 

@@ -291,6 +291,8 @@ def _thetas_by_layer(config: Config, layers: tuple[LayerPattern, ...]) -> dict[s
 
 def _temperature(given: dict[str, Any], config: Config, rules: ConfigRules) -> tuple[float, int] | None:
     """Ministral 3: queries times 1 + beta ln(1 + floor(position / length)), named in the rope object."""
+    if given.get("llama_4_scaling_beta") == 0:  # Devstral 2: the temperature is 1 everywhere
+        return None
     beta = read_number(given, "llama_4_scaling_beta")
     if beta is None:
         return None
@@ -298,6 +300,27 @@ def _temperature(given: dict[str, Any], config: Config, rules: ConfigRules) -> t
         raise LoadError("config.json: llama_4_scaling_beta is not supported for this model_type")
     trained_len = read_size(config, "max_position_embeddings", rules.sizes.context)
     return beta, read_size(given, "original_max_position_embeddings", trained_len)
+
+
+_SHORTEST_TRAINING = 2048  # tokens: no model with a linear scaling was trained for fewer before
+
+
+def scaled_length_notices(layout: RotaryLayout) -> tuple[str, ...]:
+    """A notice on a length that the scaling allows and `max_position_embeddings` does not name.
+
+    A dynamic scaling starts at that length. Older files with a linear one often give the length before the scaling; then the
+    length divided by the factor would be shorter than any model was trained for.
+    """
+    group = layout.groups[0]
+    kind, factor, length = group.scaling.rope_type, group.scaling.get("factor"), group.base.trained_len
+    if not isinstance(factor, int | float) or factor <= 1:
+        return ()
+    if kind != "dynamic" and (kind != "linear" or length / factor >= _SHORTEST_TRAINING):
+        return ()
+    return (
+        f"config.json: max_position_embeddings is {length}, and the {kind} scaling by {factor:g} allows {int(length * factor)} "
+        f"tokens: set `max_model_len` to {int(length * factor)} for these",
+    )
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:

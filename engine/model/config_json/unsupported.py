@@ -119,6 +119,9 @@ _KINDS = {
     ),
     "a model whose layers share keys and have per-layer embeddings (Gemma 3n)": frozenset({"gemma3n"}),
     "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
+    "the first generation of Qwen (custom code in the checkpoint; Qwen 1.5 and later are supported)": frozenset(
+        {"qwen"}
+    ),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
         "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()
     ),
@@ -141,6 +144,23 @@ def _describe_kind(name: str, config: Mapping[str, Any]) -> str | None:
     return f"a model with layers that are not attention ({min(others)})" if others else None
 
 
+_DRAFT_HEAD_KEYS = ("medusa_num_heads", "hydra_num_heads", "speculators_model_type", "draft_vocab_size", "eagle_config")
+_DRAFT_HEAD = re.compile("eagle|medusa|hydra|speculator|mtpmodel$|draftmodel$", re.IGNORECASE)
+_IS_DRAFT_HEAD = (
+    "a draft head (such as EAGLE, Medusa or a separate MTP head), which only proposes tokens to the model that it was trained "
+    "with: serve that model; speculation takes a smaller model of its own vocabulary, `scheduling.speculation.model`"
+)
+
+
+def describe_draft_head(config: Mapping[str, Any]) -> str | None:
+    """Error message for the config.json of a draft head, which is no model by itself; None for others."""
+    named = config.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else named or config.get("model_type", ""))
+    if _DRAFT_HEAD.search(architecture) or any(config.get(key) is not None for key in _DRAFT_HEAD_KEYS):
+        return f"config.json describes {_IS_DRAFT_HEAD}"
+    return None
+
+
 def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:
     """The kind of an unsupported architecture, from its name or config.json; None if unknown."""
     name = architecture.lower()
@@ -157,7 +177,7 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
         return "an encoder, which writes no text"
     if name.endswith(("forsequenceclassification", "fortokenclassification", "forquestionanswering")):
         return "a classifier, which writes no text"
-    if name.endswith("model"):
+    if name.endswith("model") and not name.endswith("lmheadmodel"):
         return "an embedding model or one without its language-model head, which writes no text"
     if name.startswith(("mamba", "rwkv", "falconmamba")):
         return "a model without attention"
@@ -200,6 +220,8 @@ def describe_tensors(tensors: Collection[str]) -> str | None:
     """Error message for a checkpoint whose tensor names are not those of a language model; None for others."""
     if not tensors or "model.embed_tokens.weight" in tensors:
         return None
+    if "fc.weight" in tensors or any(name.startswith(("medusa_head", "hydra_head")) for name in tensors):
+        return f"these are the weights of {_IS_DRAFT_HEAD}"
     if any("vision" in name or name.startswith("language_model.") for name in tensors):
         return (
             "these are the weights of a multimodal model, and config.json describes one of text alone: take the config.json that "

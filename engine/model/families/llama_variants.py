@@ -247,6 +247,7 @@ EXAONE4 = Family(
     architecture="Exaone4ForCausalLM",
     title="EXAONE 4",
     model_type="exaone4",
+    other_model_types=("exaone4_5_text",),  # in the first files of EXAONE 4.5
     rules=ConfigRules(
         layer_pattern=_exaone4_layers,
         sizes=Sizes(context=2048, kv_heads=32),

@@ -15,10 +15,11 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.classification_head import ClassificationHeadSpec, HeadActivation
 from windlass.engine.model.config_json.classifier_head import has_classifier_tokens, read_classifier
 from windlass.engine.model.config_json.config_rules import Config, read_flag, read_number, read_size
-from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
+from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout, scaled_length_notices
 from windlass.engine.model.config_json.unsupported import (
     check_unsupported_keys,
     describe_architecture,
+    describe_draft_head,
     describe_quantized,
     unknown_key_notices,
 )
@@ -126,7 +127,10 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         head=head,
         generates=generates,
         unused_tensors=_unused_tensors(config, family, len(layers)) + (family.unused_heads if head is None else ()),
-        notices=without_head + unknown_ends + unknown_key_notices(config, family.own_keys),
+        notices=without_head
+        + unknown_ends
+        + unknown_key_notices(config, family.own_keys)
+        + scaled_length_notices(layout),
     )
     return spec if family.refine is None else family.refine(spec, config)
 
@@ -149,6 +153,8 @@ def read_layout(config: Config) -> RotaryLayout:
 
 def _family_of_architecture(config: Config) -> tuple[Family, str]:
     """The family, and its name for the model's architecture."""
+    if (draft_head := describe_draft_head(config)) is not None:
+        raise LoadError(draft_head)
     named = config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     if found is None:

@@ -37,9 +37,13 @@ export function scaling(written) {
   }
 }
 
-// What the model's authors recommend, as fields of the form.
-export const starting = (model) =>
-  Object.fromEntries(Object.entries(model.recommended_sampling ?? {}).map(([name, value]) => [name, String(value)]));
+const LONGEST_ANSWER = "4096"; // for models that never end an answer
+
+// What the model's authors recommend, as fields of the form, and a limit on the answer.
+export const starting = (model) => ({
+  max_tokens: LONGEST_ANSWER,
+  ...Object.fromEntries(Object.entries(model.recommended_sampling ?? {}).map(([name, value]) => [name, String(value)])),
+});
 
 export function NumberFields({ values, onChange }) {
   return html`<div class="grid">

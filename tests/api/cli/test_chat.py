@@ -124,9 +124,9 @@ def test_failed_commands_are_one_line_and_change_nothing(server, terminal):
     ):
         output = terminal.ask(line, ".*\n")
         assert re.fullmatch(f"error: .*{reason}.*\n", output) and "docs/" not in output, line
-    terminal.ask("/params reasoning_effort=high", r"high\"\n")  # refused only by the model's template
-    terminal.ask("hello", r"error: .*reasoning_effort.*\n")
-    terminal.ask("/params reasoning_effort=", r"ignore_eos=true\n")
+    terminal.ask("/params thinking_budget=5", r"thinking_budget=5\n")  # refused only because of the model
+    terminal.ask("hello", r"error: .*does not separate thinking.*\n")
+    terminal.ask("/params thinking_budget=", r"ignore_eos=true\n")
     output = terminal.ask("What does horse mean?")  # the failed question is not part of the conversation
     assert "yarn" in output
     sent = {"rope_type": "yarn", "factor": 4}

@@ -60,6 +60,17 @@ async def test_response_equals_its_stream(live: Live, kind: str) -> None:
     assert lasting(final) == lasting(whole)
 
 
+async def test_custom_tools(live: Live, kind: str) -> None:
+    live.generate('<tool_call>\n{"name": "files__patch", "arguments": {"input": "a b"}}\n</tool_call>')
+    tools = [{"type": "namespace", "name": "files", "tools": [{"type": "custom", "name": "patch"}]}]
+    async with any_client(kind, live.url) as client:
+        first = await client.responses("hi", tools=tools)
+        (call,) = first.calls
+        assert (call.type, call.namespace, call.name, call.input) == ("custom_tool_call", "files", "patch", "a b")
+        await client.responses([*USER, *first.output, call.reply("done")], tools=tools, max_output_tokens=1)
+    assert '<tool_call>{"name": "files__patch", "arguments": {"input": "a b"}}</tool_call>[tool]done' in live.prompt
+
+
 async def test_conversation_of_responses(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         first = await client.responses("hi", tools=[LOOK], max_output_tokens=300)

@@ -56,11 +56,13 @@ OTHER_NAMES: dict[str, tuple[type[BaseModel], ...]] = {
         responses.TextDeltaEvent,
         responses.ReasoningDeltaEvent,
         responses.ArgumentsDeltaEvent,
+        responses.CustomInputDeltaEvent,
     ),
     "ResponseItem": (
         responses.OutputMessage,
         responses.OutputReasoning,
         responses.OutputCall,
+        responses.OutputCustomCall,
         responses.ListedMessage,
         responses.ListedCallOutput,
         responses.ListedReasoning,

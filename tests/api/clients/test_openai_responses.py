@@ -89,8 +89,8 @@ def test_stored_responses(live: Live, client: openai.OpenAI) -> None:
 
 def test_invalid_tool_and_failed_stream(live: Live, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input="hi", tools=[{"type": "web_search"}])
-    assert caught.value.param == "tools[0].type" and "'web_search'" in caught.value.message
+        client.responses.create(model=MODEL, input="hi", tools=[{"type": "nothing"}])
+    assert caught.value.param == "tools[0].type" and "'nothing'" in caught.value.message
     live.engine.fail_after = (2, EngineDeadError("gone"))
     events = list(client.responses.create(model=MODEL, input="hi", stream=True))
     assert events[-1].type == "response.failed" and events[-1].response.error.message == "gone"

@@ -67,7 +67,8 @@ def test_host_header_cannot_change_the_path(locked: Live) -> None:
     url = httpx.URL(locked.url)
     for request in (
         b"GET /v1/models HTTP/1.1\r\nhost: x/health?\r\n",
-        b"GET http://x/health HTTP/1.1\r\nhost: x\r\n",
+        b"GET http://x/v1/models?/health HTTP/1.1\r\nhost: /health\r\n",
+        b"GET http://health/v1/models HTTP/1.1\r\nhost: x\r\n",
         b"GET /v1/models?/health HTTP/1.1\r\nhost: /health\r\n",
         b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-prefix: /health\r\nx-original-url: /health\r\n",
         b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer no\r\nauthorization: Bearer first-key\r\n",
@@ -160,7 +161,7 @@ def test_a_preflight_allows_the_headers_of_clients() -> None:
         assert set(CLIENT_HEADERS) <= allowed
         answer = live.http.get("/health", headers={"origin": "http://page.example"})
         readable = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
-        own = {"x-request-id", "retry-after", "x-windlass-template-changes"}
+        own = {"x-request-id", "retry-after", "x-windlass-template-changes", "x-windlass-ignored"}
         assert readable == own | {"request-id"}  # the last is what Anthropic's client reads
         other = live.http.options("/v1/chat/completions", headers={**asked, "origin": "http://other.example"})
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers

@@ -252,3 +252,14 @@ def test_server_default_applies_without_the_field() -> None:
         assert live.refuse(CHAT, {"messages": long_chat(live), "context_overflow": "stop"})
         live.complete("a", max_tokens=10**6)  # has no turns: stops
         assert "context" not in live.chat(messages=long_chat(live), truncate_prompt_tokens=9)["rotary"]
+
+
+def test_without_a_limit_an_answer_may_fill_the_context() -> None:
+    """Also where answers that the context would cut are refused."""
+    for overflow in ("error", "stop", "shift", "drop_turns"):
+        with live_server(context_overflow=overflow) as live:
+            live.chat()
+            request = live.engine.requests[-1]
+            assert live.info is not None
+            left = live.info.max_model_len - len(request.prompt_token_ids)
+            assert request.sampling.max_tokens == (live.info.shift_context if overflow == "shift" else left)

@@ -172,8 +172,7 @@ def test_models_have_every_field_of_the_reference() -> None:
         guided_json guided_regex guided_choice guided_grammar grammar json_schema
         return_tokens_as_token_ids truncation_side
         rope_scaling rope_update context_overflow keep_tokens attention_window attention_sinks
-        cache_reuse passages cache_reuse_recompute cache_salt priority timeout request_id
-        user metadata store service_tier safety_identifier prompt_cache_key verbosity""".split()
+        cache_reuse passages cache_reuse_recompute cache_salt priority timeout request_id""".split()
     chat = """messages top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt
         continue_final_message reasoning_effort thinking_budget functions function_call modalities""".split()
     assert set(CompletionRequest.model_fields) == {*common, "prompt", "echo", "suffix"}

@@ -179,9 +179,12 @@ def test_documentation_lists_the_neutral_values() -> None:
         (response_answers.OutputReasoning, responses.ReasoningItem),
         (response_answers.ReasoningText, responses.TextPart),
         (response_answers.OutputCall, responses.CallItem),
+        (response_answers.OutputCustomCall, responses.CustomCallItem),
         (response_answers.ListedMessage, responses.MessageItem),
         (response_answers.ListedCall, responses.CallItem),
         (response_answers.ListedCallOutput, responses.CallOutputItem),
+        (response_answers.ListedCustomCall, responses.CustomCallItem),
+        (response_answers.ListedCustomCallOutput, responses.CustomCallOutputItem),
         (response_answers.ListedReasoning, responses.ReasoningItem),
     ],
 )

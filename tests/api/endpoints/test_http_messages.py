@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -345,11 +346,11 @@ def test_refused_threads_let_a_tool_runner_continue(live: Live) -> None:
 
 
 def test_strict_tool_is_enforced_completely(live: Live) -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    schema = {"type": "object", "properties": {"x": {"type": "array", "contains": {}}}}
     ask(live, tools=[{**LOOK, "input_schema": schema}], tool_choice={"type": "any"})
     body = {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}
     error = refuse(live, PATH, {**body, "tools": [{**LOOK, "input_schema": schema, "strict": True}]})
-    assert error["param"] == "tool_choice" and "uniqueItems" in error["message"]
+    assert error["param"] == "tool_choice" and "contains" in error["message"]
 
 
 CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -439,3 +440,76 @@ def test_keys_in_either_header() -> None:
         live.http.headers["x-api-key"] = "k"
         large = {**body, "system": "x" * 3000}
         assert refuse(live, PATH, large, 413)["type"] == "request_too_large"
+
+
+# ---- what agents send ------------------------------------------------------------------------------------------------
+def billing(version: str) -> str:
+    return f"x-anthropic-billing-header: cc_version=2.1.197.{version}; cc_entrypoint=cli;"
+
+
+def test_billing_headers_do_not_enter_the_prompt(live: Live) -> None:
+    def prompt(system: Any) -> str:
+        ask(live, system=system)
+        count = live.request(COUNT, messages=USER, system=system)["input_tokens"]
+        assert count == len(live.engine.requests[-1].prompt_token_ids)
+        return live.prompt
+
+    rules = {"type": "text", "text": "Be kind."}
+    plain = prompt([rules])
+    for version in ("aaa", "bbb"):
+        assert prompt([{"type": "text", "text": billing(version)}, rules]) == plain
+        assert prompt(f"{billing(version)}\n\nBe kind.") == plain
+    assert prompt([{"type": "text", "text": billing("aaa")}]) == "[user]hello[assistant]"
+    assert billing("aaa") in prompt([rules, {"type": "text", "text": f"Never write {billing('aaa')}"}])
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "search_result", "tool_reference"])
+def test_results_that_are_not_text_become_notes(live: Live, kind: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    content = [{"type": "text", "text": "a view"}, {"type": kind, "source": source}]
+    turns = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": content}]},
+    ]
+    ask(live, turns, tools=[LOOK])
+    assert f"[tool]a view\n[{kind} omitted: this model reads only text]" in live.prompt
+    refuse(live, PATH, {"messages": [{"role": "user", "content": content}], "max_tokens": 4})
+
+
+def test_a_prompt_that_is_too_long_has_the_words_of_anthropic(live: Live) -> None:
+    error = refuse(live, PATH, {"messages": [{"role": "user", "content": "w " * 3000}], "max_tokens": 4})
+    assert error["code"] == "context_length_exceeded"
+    assert re.fullmatch(r"prompt is too long: 6\d{3} tokens > 4096 maximum", error["message"])
+    dropped = {
+        "messages": [*USER, USER[0] | {"content": "w " * 3000}],
+        "context_overflow": "drop_turns",
+        "max_tokens": 4,
+    }
+    assert refuse(live, PATH, dropped)["message"].startswith("prompt is too long: ")
+    other = live.refuse("/v1/chat/completions", {"messages": [{"role": "user", "content": "w " * 3000}]})
+    assert other["message"].startswith("this model's context holds 4096 tokens")
+
+
+def test_hosted_tools_are_ignored_and_named(live: Live) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    body = {"messages": USER, "max_tokens": 9, "tools": [search, LOOK], "metadata": {"user_id": "u"}, "speed": "fast"}
+    response = live.post(PATH, body)
+    assert response.status_code == 200 and live.prompt.startswith("(look)[user]")
+    assert response.headers["x-windlass-ignored"] == "metadata, speed, tools.web_search_20250305"
+    assert live.post(PATH, {**body, "tools": [search]}).status_code == 200 and live.prompt.startswith("[user]")
+    bash = {
+        "type": "bash_20250124",
+        "name": "bash",
+    }  # it would run at the client, in a form that the model does not know
+    assert refuse(live, PATH, {**body, "tools": [bash]})["code"] == "unsupported_field"
+
+
+def test_thinking_without_effect_is_named() -> None:
+    with live_server() as live:
+        for fields, name in (
+            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+            ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ):
+            response = live.post(PATH, {"messages": USER, "max_tokens": 4, **fields})
+            assert (response.status_code, response.headers["x-windlass-ignored"]) == (200, name)

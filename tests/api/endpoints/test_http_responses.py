@@ -80,6 +80,10 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             item["content"].append(event["part"])
         elif kind == "response.function_call_arguments.delta":
             item["arguments"] += event["delta"]
+        elif kind == "response.custom_tool_call_input.delta":
+            item["input"] += event["delta"]
+        elif kind == "response.custom_tool_call_input.done":
+            assert event["input"] == item["input"]
         elif kind.endswith(".delta"):
             part = item["content"][event["content_index"]]
             part["text"] += event["delta"]
@@ -379,11 +383,150 @@ def test_truncation(live: Live) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 def test_effort_without_effect() -> None:
     with live_server() as plain:
-        error = plain.refuse(PATH, {"input": "a", "reasoning": {"effort": "low"}})
-    assert error["param"] == "reasoning.effort" and "reasoning_effort" not in error["message"]
+        response = plain.post(PATH, {"input": "a", "reasoning": {"effort": "low"}})
+    assert (response.status_code, response.headers["x-windlass-ignored"]) == (200, "reasoning.effort")
 
 
 def test_events_are_single_lines(live: Live) -> None:
     live.generate("a\n\nb")
     assert built(stream(live))[0]["content"][0]["text"] == "a\n\nb"
     assert json.loads(json.dumps(ask(live)["output"]))[0]["content"][0]["text"] == "a\n\nb"
+
+
+# ---- tools of Codex --------------------------------------------------------------------------------------------------
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{"type": "function", "name": "close", "parameters": {"type": "object"}}, {**PATCH, "name": "note"}],
+}
+MANY = [{"type": "function", "name": f"f{number}"} for number in range(600)]
+HOSTED = [{"type": kind} for kind in ("web_search", "web_search_2025_08_26", "image_generation", "local_shell", "mcp")]
+DIFF = '*** Begin Patch\n+ "quoted" \\ é\n*** End Patch'
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_functions_of_a_namespace(live: Live) -> None:
+    live.generate(call_of("agents__close", {"id": 7}))
+    answer = ask(live, tools=[LOOK, AGENTS])
+    assert live.prompt.startswith("(look)(agents__close)(agents__note)")
+    (call,) = answer["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "close", "agents")
+    assert json.loads(call["arguments"]) == {"id": 7}
+    shown = answer["tools"][1]
+    assert shown["name"] == "agents" and [tool["name"] for tool in shown["tools"]] == ["close", "note"]
+    events = stream(live, tools=[LOOK, AGENTS])
+    assert lasting(built(events)) == lasting([{**call, "status": "in_progress"}])
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "close"
+
+
+@pytest.mark.parametrize("arguments", [{"input": DIFF}, {"input": ""}])
+@pytest.mark.parametrize(("tools", "name"), [([PATCH], "apply_patch"), ([AGENTS], "agents__note")])
+def test_custom_tools(live: Live, tools: list[Any], name: str, arguments: dict[str, str]) -> None:
+    live.generate(call_of(name, arguments))
+    answer = ask(live, tools=tools)
+    (call,) = answer["output"]
+    assert (call["type"], call["input"], call["status"]) == ("custom_tool_call", arguments["input"], "completed")
+    assert (call["name"], call.get("namespace")) == (name.removeprefix("agents__"), "agents" if "__" in name else None)
+    assert call["id"].startswith("ctc_")
+    events = stream(live, tools=tools)
+    assert lasting(built(events)) == lasting([{**call, "status": "in_progress"}])
+    assert lasting(events[-1]["response"]["output"]) == lasting(answer["output"])
+
+
+def test_custom_tool_with_arguments_of_another_form(live: Live) -> None:
+    live.generate(call_of("apply_patch", {"patch": "x"}))
+    assert json.loads(ask(live, tools=[PATCH])["output"][0]["input"]) == {"patch": "x"}
+
+
+def test_the_model_sees_the_form_of_a_custom_tool(live: Live) -> None:
+    with live_server(template="{{ tools | tojson }}", model={"max_model_len": 4096}) as shown:
+        shown.request(PATH, input="a", tools=[PATCH], max_output_tokens=1)
+        (tool,) = json.loads(shown.prompt)
+    function = tool["function"]
+    assert function["name"] == "apply_patch" and function["parameters"]["required"] == ["input"]
+    assert function["description"].startswith("Edit files.") and function["description"].endswith("start: /.+/")
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_loop_of_custom_and_namespaced_calls(live: Live, stored: bool) -> None:
+    """Sent back as items or by id, the calls are what the model wrote."""
+    question: list[Any] = [{"type": "message", "role": "user", "content": "hello"}]
+    tools = [PATCH, AGENTS]
+    live.generate(call_of("apply_patch", {"input": DIFF}) + "\n" + call_of("agents__close", {}))
+    first = ask(live, question, tools=tools)
+    patch, close = first["output"]
+    image = {"type": "input_image", "image_url": "data:,"}
+    results = [
+        {"type": "custom_tool_call_output", "call_id": patch["call_id"], "output": "done"},
+        {"type": "function_call_output", "call_id": close["call_id"], "output": [image]},
+    ]
+    live.generate("Fine.")
+    if stored:
+        second = ask(live, results, tools=tools, previous_response_id=first["id"])
+        items = live.http.get(f"{PATH}/{second['id']}/input_items?order=asc").json()["data"]
+        kinds = [item["type"] for item in items]
+        assert kinds == [
+            "message",
+            "custom_tool_call",
+            "function_call",
+            "custom_tool_call_output",
+            "function_call_output",
+        ]
+        assert (items[1]["input"], items[2]["namespace"], items[3]["output"]) == (DIFF, "agents", "done")
+    else:
+        ask(live, [*question, patch, close, *results], tools=tools, store=False)
+    written = json.dumps({"name": "apply_patch", "arguments": {"input": DIFF}}, ensure_ascii=False)
+    assert f"<tool_call>{written}</tool_call>" in live.prompt
+    assert '<tool_call>{"name": "agents__close", "arguments": {}}</tool_call>' in live.prompt
+    assert live.prompt.endswith("[tool]done[tool][input_image omitted: this model reads only text]")
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "close", "namespace": "agents"}, "agents__close"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+            "apply_patch",
+        ),
+    ],
+)
+def test_choice_of_a_tool(live: Live, choice: dict[str, Any], name: str) -> None:
+    live.generate(call_of(name, {"input": "x"} if name == "apply_patch" else {}))
+    answer = ask(live, tools=[LOOK, PATCH, AGENTS], tool_choice=choice)
+    assert answer["tool_choice"] == choice
+    grammar = str(live.engine.requests[-1].sampling.grammar)
+    assert name in grammar and "look" not in grammar
+
+
+def test_hosted_tools_are_ignored_and_named(live: Live) -> None:
+    response = live.post(PATH, {"input": "a", "tools": [*HOSTED, LOOK]})
+    assert response.status_code == 200 and live.prompt.startswith("(look)[user]")
+    assert response.headers["x-windlass-ignored"] == ", ".join(f"tools.{tool['type']}" for tool in HOSTED)
+    assert response.json()["tools"] == [LOOK]
+    assert live.post(PATH, {"input": "a", "tools": HOSTED[:1]}).json()["tools"] == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [
+        ([AGENTS, {**AGENTS, "tools": AGENTS["tools"][:1]}], "'agents__close'"),
+        ([{**AGENTS, "tools": [{"type": "web_search"}]}], "function, custom"),
+        ([{**AGENTS, "tools": MANY}, {**AGENTS, "name": "b", "tools": MANY}], "at most 1024"),
+        ([{**PATCH, "format": {"type": "grammer"}}], "grammar"),
+    ],
+)
+def test_refused_tools(live: Live, tools: list[Any], reason: str) -> None:
+    assert reason in live.refuse(PATH, {"input": "a", "tools": tools})["message"]

@@ -117,8 +117,7 @@ def test_a_model_without_thinking() -> None:
         assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
         assert "completion_tokens_details" not in answer["usage"]
         live.chat(reasoning_effort="none")  # no budget is requested
-        error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "low"})
-        assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+        live.chat(reasoning_effort="low")  # no effect: the header names it
 
 
 def test_a_parser_that_the_operator_names() -> None:
@@ -175,3 +174,44 @@ def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
         assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_parameter")
         assert reason in error["message"]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "stop", "thinking", "content", "reason"),
+    [
+        ("<think>\na b stop c\n</think>\n\nFour. stop so", " stop", "a b stop c", "Four.", " stop"),
+        ("<think>\na\n\nb\n</think>\n\nFour.\n\nFive", "\n\n", "a\n\nb", "Four.", "\n\n"),
+        ("<think>\na\n</think>\n\nFour.", "a\n", "a", "Four.", None),
+        ("<think>\na\n</think>stop", "stop", "a", "", "stop"),
+        ("<think>\nthe answer is cut", "cut", "the answer is cut", "", None),
+        ("Four. stop so", " stop", None, "Four.", " stop"),
+        ("\n <Four. stop so", "<Four", None, "\n ", "<Four"),
+    ],
+)
+def test_stop_strings_are_searched_in_the_answer(
+    live: Live, text: str, stop: str, thinking: str | None, content: str, reason: str | None, at_once: int
+) -> None:
+    live.engine.tokens_per_output = at_once
+    live.generate(text)
+    choice = live.chat(max_tokens=100, stop=[stop])["choices"][0]
+    message = choice["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thinking, content)
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == (reason or live.tokenizer.eos_token_id)
+    streamed = assembled(live.stream(PATH, {"messages": USER, "max_tokens": 100, "stop": [stop]})[:-1])["message"]
+    assert (streamed.get("reasoning_content"), streamed["content"] or "") == (thinking, content)
+
+
+def test_stop_strings_in_channels() -> None:
+    """The markup between messages is not searched either."""
+    tokens = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>")
+    with live_server(template=TEMPLATE + "{# <|channel|><|message|> #}", tokens=tokens) as live:
+        for stop, expected in (("assistant", "say assistant"), (" so", "say assistant")):
+            live.generate(
+                "<|channel|>analysis<|message|>think so<|end|><|start|>assistant<|channel|>final<|message|>say assistant so"
+            )
+            choice = live.chat(max_tokens=200, stop=[stop])["choices"][0]
+            assert choice["message"]["reasoning_content"] == "think so"
+            assert choice["message"]["content"] == ("say " if stop == "assistant" else expected)
+            assert choice["stop_reason"] == stop

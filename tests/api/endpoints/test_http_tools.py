@@ -129,14 +129,55 @@ def test_allowed_tools(live: Live, mode: str) -> None:
     assert len(choice["message"]["tool_calls"]) == 2 and choice["message"]["content"] is None
 
 
-def test_unsupported_kind_of_tool_is_named(live: Live) -> None:
-    for kind in ("custom", "web_search"):
-        for path, tool in ((PATH, {"type": kind, kind: {"name": "x"}}), ("/v1/responses", {"type": kind, "name": "x"})):
-            error = live.refuse(
-                path, {"messages" if path == PATH else "input": USER, "tools": [LOOK, tool][path != PATH :]}
-            )
-            assert error["code"] == "unsupported_field"
-            assert error["message"].endswith(f"{kind!r} is not among the tools that are supported: function")
+@pytest.mark.parametrize(
+    ("path", "tool", "kinds"),
+    [
+        (PATH, {"type": "custom", "custom": {"name": "x"}}, "function"),
+        (PATH, {"type": "web_search"}, "function"),
+        ("/v1/responses", {"type": "functoin", "name": "x"}, "function, custom and namespace"),
+    ],
+)
+def test_unsupported_kind_of_tool_is_named(live: Live, path: str, tool: dict[str, Any], kinds: str) -> None:
+    error = live.refuse(path, {"messages" if path == PATH else "input": USER, "tools": [tool]})
+    assert error["code"] == "unsupported_field"
+    assert error["message"].endswith(f"{tool['type']!r} is not among the tools that are supported: {kinds}")
+
+
+def test_many_tools(live: Live) -> None:
+    tools = [{"type": "function", "function": {"name": f"look_{number}"}} for number in range(1025)]
+    template = "{{ tools | length }}{{ messages[0].content }}{# tool_calls <tool_call> #}"
+    with live_server(template=template, tokens=("<tool_call>", "</tool_call>")) as counting:
+        counting.generate('<tool_call>\n{"name": "look_1023", "arguments": {}}\n</tool_call>')
+        choice = ask(counting, tools=tools[:1024], tool_choice="required")
+        assert counting.prompt == "1024hello" and choice["message"]["tool_calls"][0]["function"]["name"] == "look_1023"
+    assert live.refusal(PATH, {"messages": USER, "tools": tools}) == ("tools", "invalid_value")
+
+
+def test_a_pattern_with_look_ahead(live: Live) -> None:
+    """It is ignored, unless the function is strict and a call of it is required."""
+    name = {"type": "string", "pattern": "^(?!x)[a-z]+$"}
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"city": name}, "required": ["city"]}}
+    loose = [{"type": "function", "function": function}]
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    live.generate(CALL)
+    for tools, choice in ((loose, "auto"), (loose, "required"), (strict, "auto")):
+        assert ask(live, tools=tools, tool_choice=choice)["message"]["tool_calls"][0]["function"]["arguments"] == ROME
+    error = live.refuse(PATH, {"messages": USER, "tools": strict, "tool_choice": "required"})
+    assert error["code"] == "invalid_grammar" and "'look'" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_results_that_are_not_text_become_notes(live: Live, kind: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": ROME}}
+    parts = [{"type": "text", "text": "a view"}, {"type": kind, kind: {"url": "data:,"}}]
+    turns = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": parts},
+    ]
+    ask(live, messages=turns, tools=[LOOK])
+    assert "a view\n[" in live.prompt and "omitted: this model reads only text]" in live.prompt
+    assert live.refusal(PATH, {"messages": [{"role": "user", "content": parts}]})[0] == "messages[0].content"
 
 
 def test_older_form_of_calls(live: Live) -> None:

@@ -68,6 +68,8 @@ REFUSED = {
     "a null character": (400, head(b"X-A: b\0c")),
     "no host": (400, b"GET /health HTTP/1.1\r\n\r\n"),
     "two hosts": (400, b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+    "a target without a host": (400, b"GET http:///health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "a target with a user": (400, b"GET http://a@localhost/health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     "another coding": (501, head(b"Transfer-Encoding: gzip, chunked") + CHUNKS),
     "the identity coding": (501, head(b"Transfer-Encoding: identity", LENGTH) + BODY),
     "a coding twice in a list": (501, head(CODING + b", chunked") + CHUNKS),
@@ -166,3 +168,30 @@ def test_an_oversized_chunk_after_the_response_closes_the_connection() -> None:
         assert statuses(read_answer(connection)) == [401]
         connection.sendall(b"F" * 16 + b"\r\n")
         assert until_closed(connection) == b""
+
+
+@pytest.mark.parametrize("scheme", [b"http", b"HTTP", b"https"])
+def test_targets_in_absolute_form(live: Live, connect: Connect, scheme: bytes) -> None:
+    """As a proxy gets them; the path may be empty."""
+    connection = connect(live.url)
+    for data, status in (
+        (head(LENGTH).replace(b" /tokenize ", b" %s://localhost:80/tokenize " % scheme) + BODY, 200),
+        (b"GET %s://localhost/health?a=http://b HTTP/1.1\r\nHost: localhost\r\n\r\n" % scheme, 200),
+        (b"POST %s://localhost HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" % scheme, 405),
+        (b"POST %s://localhost?a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" % scheme, 405),
+        (b"GET /http://localhost/health HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    ):
+        connection.sendall(data)
+        assert statuses(read_answer(connection)) == [status], data
+
+
+def test_the_host_of_a_target_is_checked(connect: Connect) -> None:
+    """It replaces the header (RFC 9112, 3.2.2)."""
+    with live_server(binding="loopback") as live:
+        for target, header, status in (
+            (b"http://localhost", b"evil.example", 200),
+            (b"http://evil.example", b"localhost", 421),
+        ):
+            connection = connect(live.url)
+            connection.sendall(b"GET %s/health HTTP/1.1\r\nHost: %s\r\n\r\n" % (target, header))
+            assert statuses(read_answer(connection)) == [status]

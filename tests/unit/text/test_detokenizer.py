@@ -312,3 +312,28 @@ def test_siblings_return_the_same_text(name, prompt, text, cut):
     first = Detokenizer(tokenizer, before)
     expected = first.push(ids, final=True)
     assert Detokenizer(tokenizer, before, sibling=first).push(ids, final=True) == expected
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text", "expected"),
+    [
+        ("<|im_start|>", "a<|im_start|>b", "a"),
+        ("\n<|im_start|>user", "a\n<|im_start|>user b", "a"),
+        ("\n<|im_start|>user", "a\n<|im_start|>tool b", None),
+        ("<|im_start|>", "ab", None),
+        ("ab", "a<|im_start|>b", None),
+    ],
+)
+def test_stop_strings_with_skipped_special_tokens(stop: str, text: str, expected: str | None, include: bool) -> None:
+    """They match as if the tokens were part of the text, which does not contain them."""
+    backend = toys.byte_level()
+    backend.add_special_tokens(["<|im_start|>"])
+    tokenizer = Tokenizer(backend, {})
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts, detokenizer = stream(tokenizer, [], [[token] for token in ids], stop=[stop], include_stop=include)
+    if expected is None:
+        assert detokenizer.stopped == ("ab" if stop == "ab" else None)
+        assert "".join(parts) == (("ab" if include else "") if stop == "ab" else text.replace("<|im_start|>", ""))
+    else:
+        assert detokenizer.stopped == stop and "".join(parts) == expected + (stop if include else "")

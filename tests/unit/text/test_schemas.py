@@ -86,13 +86,13 @@ def test_open_objects(schema: dict[str, Any], value: Any) -> None:
 @pytest.mark.parametrize("names", [{}, {"type": "string"}])
 def test_property_names_that_permit_any_name_are_removed(names: dict[str, Any]) -> None:
     """Libraries write them for every record type; llguidance refuses `propertyNames` in strict schemas."""
-    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "boolean"}}
     assert enforced_schema({"properties": {"r": record}}, strict=True)["properties"]["r"] == {
         "type": "object",
-        "additionalProperties": {"type": "integer"},
+        "additionalProperties": {"type": "boolean"},
     }
     assert enforced_schema({**A, "propertyNames": names}, strict=True)["additionalProperties"] is False
-    assert "propertyNames" in enforced_schema({**A, "propertyNames": {"enum": ["a"]}}, strict=True)
+    assert "propertyNames" in enforced_schema({**A, "propertyNames": {"minLength": 2}}, strict=True)
 
 
 def test_schema_is_not_modified() -> None:

@@ -41,7 +41,12 @@ def takes(schema: Any, value: Any, kind: str = "json_schema") -> bool:
 
 def accepts(kind: str, value: str, text: str) -> bool:
     """Return whether the grammar of a pattern or another constraint accepts a text."""
-    return _all_of(LLMatcher(_vocabulary(), demo_compiler().compile(kind, value), log_level=0), text)
+    return takes_text(demo_compiler().compile(kind, value), text)
+
+
+def takes_text(grammar: str, text: str) -> bool:
+    """Return whether a compiled grammar accepts a text."""
+    return _all_of(LLMatcher(_vocabulary(), grammar, log_level=0), text)
 
 
 def _all_of(matcher: LLMatcher, text: str) -> bool:

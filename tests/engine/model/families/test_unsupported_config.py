@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.quantization_config import QuantizationConfig, read_quantization_config
-from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
+from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized, describe_tensors
+from windlass.engine.model.families.multimodal import text_config_of
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.families.spec_reader import read_spec
 
@@ -244,3 +245,86 @@ def test_supported_families_are_not_refused(family: Any) -> None:
         or ("n_routed_experts" in family.extra_keys and "experts" in described)  # of optional layers
         or any(kind in described for kind in others)
     )
+
+
+DRAFT_HEADS: dict[str, dict[str, Any]] = {
+    "EAGLE 3": {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": 32_000},
+    "EAGLE in vLLM": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"},
+    "speculators": {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"},
+    "Medusa": {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": "a/b"},
+    "Hydra": {"hydra_num_heads": 4},
+    "an MLP speculator": {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"},
+    "an MTP head": {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"},
+}
+
+
+@pytest.mark.parametrize("name", DRAFT_HEADS)
+def test_draft_heads_are_named(name: str) -> None:
+    with pytest.raises(LoadError, match=r"describes a draft head .*: serve that model"):
+        read_spec(DRAFT_HEADS[name])
+
+
+def test_weights_of_a_draft_head_are_named() -> None:
+    """EAGLE's first heads have the config.json of a Llama model of one layer."""
+    for tensors in (["fc.weight", "layers.0.mlp.up_proj.weight"], ["medusa_head.0.0.linear.weight"]):
+        assert "the weights of a draft head" in str(describe_tensors(tensors))
+    assert describe_tensors(["model.embed_tokens.weight", "fc.weight"]) is None
+
+
+def test_the_first_qwen_is_named() -> None:
+    code = {"AutoConfig": "configuration_qwen.QWenConfig", "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}
+    config = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "auto_map": code, "use_logn_attn": True}
+    with pytest.raises(
+        LoadError, match=r"is the first generation of Qwen .*Qwen 1\.5 and later are supported.* not supported"
+    ):
+        read_spec(config)
+    other = {"architectures": ["FooLMHeadModel"], "auto_map": {"AutoModelForCausalLM": "modeling_foo.FooLMHeadModel"}}
+    with pytest.raises(LoadError, match=r"custom code in the checkpoint \(modeling_foo\.FooLMHeadModel\)"):
+        read_spec(other)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_a_temperature_of_zero_has_no_effect() -> None:
+    """Devstral 2."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 4096}
+    config = {**SMALL, "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    without = read_spec({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": None}})
+    for beta in (0, 0.0):
+        assert read_spec({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}) == without
+    assert read_spec({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.1}}).temperature == (0.1, 4096)
+    with pytest.raises(LoadError, match="must be a positive number"):
+        read_spec({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": -1}})
+
+
+def test_the_first_name_of_the_text_part_of_exaone() -> None:
+    text = {**SMALL, "model_type": "exaone4_5_text"}
+    whole = {"architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5", "text_config": text}
+    newer = {**whole, "text_config": {**text, "model_type": "exaone4"}}
+    assert read_spec(text_config_of(whole).config) == read_spec(text_config_of(newer).config)
+
+
+@pytest.mark.parametrize(
+    ("length", "scaling", "allowed"),
+    [
+        (4096, {"type": "linear", "factor": 4.0}, 16_384),  # Vicuna 1.5 16k
+        (16_384, {"type": "linear", "factor": 4.0}, None),  # raised: DeepSeek Coder
+        (4096, {"type": "dynamic", "factor": 2.0}, 8192),
+        (4096, {"type": "dynamic", "factor": 1.0}, None),
+        (4096, {"rope_type": "yarn", "factor": 4.0}, None),
+        (4096, None, None),
+    ],
+)
+def test_the_length_that_a_factor_allows_is_noted(length: int, scaling: Any, allowed: int | None) -> None:
+    llama = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    notices = read_spec({**llama, "max_position_embeddings": length, "rope_scaling": scaling}).notices
+    assert [f"set `max_model_len` to {allowed}" in notice for notice in notices] == ([] if allowed is None else [True])
