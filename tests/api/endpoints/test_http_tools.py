@@ -145,11 +145,14 @@ def test_unsupported_kind_of_tool_is_named(live: Live, path: str, tool: dict[str
 
 def test_many_tools(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": f"look_{number}"}} for number in range(1025)]
-    template = "{{ tools | length }}{{ messages[0].content }}{# tool_calls <tool_call> #}"
+    template = "{{ tools | length }} {{ tools[0].function.name }} {{ messages[0].content }}{# <tool_call> #}"
     with live_server(template=template, tokens=("<tool_call>", "</tool_call>")) as counting:
         counting.generate('<tool_call>\n{"name": "look_1023", "arguments": {}}\n</tool_call>')
         choice = ask(counting, tools=tools[:1024], tool_choice="required")
-        assert counting.prompt == "1024hello" and choice["message"]["tool_calls"][0]["function"]["name"] == "look_1023"
+        assert (
+            counting.prompt == "1024 look_0 hello"
+            and choice["message"]["tool_calls"][0]["function"]["name"] == "look_1023"
+        )
     assert live.refusal(PATH, {"messages": USER, "tools": tools}) == ("tools", "invalid_value")
 
 

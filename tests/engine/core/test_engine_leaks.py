@@ -12,7 +12,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import NotFiniteError
 from windlass.engine.interface.outputs import RequestOutput
 
 
@@ -39,7 +39,7 @@ def test_invalid_prompt_logits_fail_only_their_own_request(model: Path, n: int) 
     core.add(greedy("fine", range(10, 40), 6))
     outputs = drain(core)
     failed = [output for output in outputs if output.request_id == "bad"]
-    assert [type(output.error) for output in failed] == [EngineError]
+    assert [type(output.error) for output in failed] == [NotFiniteError]
     fine = [output for output in outputs if output.request_id == "fine"]
     assert [token for output in fine for token in output.token_ids] == expected
     assert_balanced(core.blocks)
