@@ -10,7 +10,7 @@ import os
 import shutil
 import ssl
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,14 +62,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # marks are set before pytest selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    cases: Counter[tuple[Path, str]] = Counter()
+    cases: defaultdict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        limit = item.get_closest_marker("quick_cases")
-        if limit is not None and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
             function = item.path, item.originalname if isinstance(item, pytest.Function) else item.name
-            cases[function] += 1
-            if cases[function] > limit.args[0]:
+            cases[function].append(item)
+    for group in cases.values():
+        limit = group[0].get_closest_marker("quick_cases")
+        assert limit is not None
+        (count,) = limit.args
+        for index, item in enumerate(group):  # quick ones are spread evenly over the table
+            if len(group) > count and index * count // len(group) == (index - 1) * count // len(group):
                 item.add_marker("slow")
+    for item in items:
         tier = item.path.relative_to(_TESTS).parts[0]
         excluded = item.get_closest_marker("slow") or item.get_closest_marker("soak")
         if tier in _QUICK and not excluded and not item.path.is_relative_to(_NOT_QUICK):

@@ -70,6 +70,7 @@ def some_operands(rows: StateRows) -> list[Operands]:
     ]
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("channels", "width"), [(1, 2), (40, 2), (77, 3), (600, 4), (33, 8)])
 def test_convolution_against_formula(change: Change, dtype: torch.dtype, channels: int, width: int) -> None:
@@ -83,7 +84,7 @@ def test_convolution_against_formula(change: Change, dtype: torch.dtype, channel
         assert torch.equal(own.window, state.float())  # also windows of no sequence
 
 
-@pytest.mark.quick_cases(34)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(HEADS, [(1, 1, 4, 8), (1, 3, 12, 5), (2, 4, 12, 20), (2, 4, 17, 33), (1, 2, 64, 80)])
 def test_delta_rule_against_formula(
@@ -93,7 +94,7 @@ def test_delta_rule_against_formula(
     assert_formulas(change, DeltaRule.random(rows, key_heads, heads, key_dim, value_dim, dtype), rows)
 
 
-@pytest.mark.quick_cases(39)
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(HEADS, [(1, 1, 4, 8), (1, 3, 12, 5), (2, 4, 17, 33), (1, 2, 64, 80), (2, 2, 40, 150)])
 def test_state_space_against_formula(
@@ -166,6 +167,7 @@ def test_torch_bits_do_not_depend_on_steps(which: int) -> None:
     assert torch.equal(own.state.nan_to_num(), whole.state.nan_to_num())
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_snapshots(change: Change, which: int) -> None:
     rows = some_rows()

@@ -72,6 +72,7 @@ def test_the_conversation_and_its_commands(server, terminal):
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_scalings_change_between_answers(server, terminal):
     terminal.ask(PARAMS, "ignore_eos=true\n")
     question = "What does horse mean?"

@@ -304,7 +304,7 @@ def test_infinite_times() -> None:
     assert (settings.grace_seconds, settings.default_timeout) == (1e9, None)  # the range of clocks
 
 
-@pytest.mark.quick_cases(22)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -418,6 +418,7 @@ def test_errors_of_options_are_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
@@ -472,6 +473,7 @@ def test_an_empty_model_name_is_refused(name):
         ServerOptions(served_model_name=[name]).to_settings("toy")
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("name", "near"),
     [
@@ -516,6 +518,7 @@ def test_the_entry_point_imports_no_large_libraries():
     assert done.stdout == "[]\n", done
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("written", "tokens"),
     [
@@ -543,6 +546,7 @@ def test_token_counts_with_a_unit(written, tokens, monkeypatch):
     assert found[1].max_num_batched_tokens == 2048 and found[1].to_config(Path()).max_model_len == tokens
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [

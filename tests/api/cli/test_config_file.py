@@ -119,7 +119,7 @@ def test_an_empty_file_sets_nothing(launched, write):
     assert all(call[2].port == 8000 for call in launched)
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -7,6 +7,7 @@ import pytest
 from windlass.server.cli import main as cli
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("command", "option", "hint"),
     [

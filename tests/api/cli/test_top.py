@@ -91,6 +91,7 @@ def test_statistics_between_two_snapshots(server: RealServer) -> None:
     assert all(each.generated_rate == 0 for each in after.scalings)
 
 
+@pytest.mark.slow
 def test_a_running_stream_is_counted(server: RealServer) -> None:
     body = {"prompt": "a", "max_tokens": 100_000, "ignore_eos": True, "stream": True, "rope_scaling": "long"}
     body |= {"context_overflow": "shift"}  # else it could end before the snapshot

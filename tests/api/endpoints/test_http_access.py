@@ -38,6 +38,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     "path", [*PATHS, "/health/", "//health", "/ready/x", "/HEALTH", "/health%2f..%2fmetrics", "/ui/"]
 )

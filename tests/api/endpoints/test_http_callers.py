@@ -214,6 +214,7 @@ GENERATING: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("path", GENERATING)
 def test_cached_blocks_belong_to_the_key_on_every_endpoint(live: Live, path: str) -> None:
     def salts(name: str, **fields: object) -> set[str | None]:

@@ -86,6 +86,7 @@ OTHER_APIS: list[tuple[str, dict[str, Any], str, Any]] = [
 ]
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(
     ("path", "given", "name", "expected"),
     [*((path, *row) for path in (PATH, "/v1/chat/completions") for row in SAMPLING), *OTHER_APIS],
@@ -228,6 +229,7 @@ ODD_NAMES = [
 ODD_NAMES += ["temperature" * 10_000, "temprature\x00", "tempér'ature", "__class__", "model_fields", "[0]", "a.b", "0"]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:24])
 def test_odd_field_names_are_refused_in_one_short_line(live: Live, name: str) -> None:
     for path, body in (

@@ -99,7 +99,7 @@ def ask(live: Live, **fields: Any) -> tuple[str | None, str | None, list[tuple[s
     return found[0]
 
 
-@pytest.mark.quick_cases(29)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @pytest.mark.parametrize(
     "text, expected",

@@ -81,6 +81,7 @@ def test_a_server_without_keys_on_a_loopback_address_answers_to_loopback_names_o
         assert len(live.engine.requests) == 10
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/metrics", "/v1/models", "/openapi.json", "/ui/main.js", "/docs", "/nope"]
 )
@@ -159,6 +160,7 @@ def test_the_page_and_the_client_work_on_a_loopback_address() -> None:
 
 
 # ---- a network ----------------------------------------------------------------------------------------------------------
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("host", "origin"),
     [
@@ -176,6 +178,7 @@ def test_a_page_of_the_server_itself_is_answered(host: str, origin: str) -> None
         assert ask(live.url, host).status_code == 200
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "origin",
     [

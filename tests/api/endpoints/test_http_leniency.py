@@ -66,6 +66,7 @@ def copy_of(value: Any) -> Any:
     return [copy_of(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("place", range(len(list(objects_in(PLAIN)))))
 def test_null_counts_as_absent_in_every_object(live: Live, place: int) -> None:
     body = copy_of(PLAIN)

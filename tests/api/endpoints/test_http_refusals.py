@@ -712,7 +712,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.quick_cases(45)
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(("server", "path", "body", "fields", "param", "fragment", "code"), REFUSALS)
 def test_refused_request_names_the_field(
     servers: Callable[[str], Live], server: str, path: str, body: Any, fields: Any, param: str, fragment: str, code: str

@@ -133,6 +133,7 @@ def test_order_of_events(live: Live, at_once: int) -> None:
     assert lasting(events[-1]["response"]) == lasting(ask(live))
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 @pytest.mark.parametrize(
     ("text", "kinds"),

@@ -107,6 +107,7 @@ def test_reordered_documents_are_reused_from_the_cache(server: RealServer) -> No
     assert heads["usage"]["prompt_tokens"] > prompt
 
 
+@pytest.mark.slow
 def test_spans_outside_the_prompt_or_overlapping_are_refused(server: RealServer) -> None:
     for spans in ([{"start": 0, "end": 10**6}], [{"start": 0, "end": 60}, {"start": 50, "end": 90}]):
         body = {"prompt": DOCUMENTS[0], "max_tokens": 2, "passages": spans}

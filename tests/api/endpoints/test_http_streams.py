@@ -47,6 +47,7 @@ FAILURES: list[tuple[Exception, int, str | None]] = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status", "code"), FAILURES, ids=lambda x: type(x).__name__)
 def test_a_failure_before_the_first_token_has_its_own_status(

@@ -88,7 +88,7 @@ SPELLINGS: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [  # one p
 ]  # fmt: skip
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fields", "texts"), [*SPELLINGS[:7], *(pytest.param(*row, marks=pytest.mark.slow) for row in SPELLINGS[7:])]
 )

@@ -43,6 +43,7 @@ SYSTEM_CASES: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "changes", "prompt"), SYSTEM_CASES)
 def test_system_messages_are_placed(

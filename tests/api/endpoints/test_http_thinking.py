@@ -24,6 +24,7 @@ SWITCHED = (
 shared = server_fixture(template=SWITCHED, tokens=("<think>", "</think>"))  # special tokens are not part of the text
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("at_once", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     "text, thinking, content",
@@ -176,6 +177,7 @@ def test_unenforceable_budget_is_refused(parser: str, reason: str) -> None:
         assert reason in error["message"]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @pytest.mark.parametrize(
     ("text", "stop", "thinking", "content", "reason"),

@@ -136,7 +136,7 @@ INVALID_ENTRIES: dict[
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("appears", ["before", "during"])
 @pytest.mark.parametrize("kind", INVALID_ENTRIES)
 def test_an_invalid_entry_disables_one_block(

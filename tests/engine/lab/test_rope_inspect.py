@@ -114,6 +114,7 @@ def test_known_model_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_json(capsys, YARN, "--model", "demo")["trained_length"] == 512
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -97,6 +97,7 @@ def test_perplexities_equal_transformers(name: str, model: Path, text: Path, mea
     assert curve["perplexity"]["at 2× (64)"] == pytest.approx(perplexity(rows, 48, 64), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_recompute_reads_every_length_again(model: Path, text: Path, measured: dict) -> None:
     (curve,) = [curve for curve in measured["curves"] if curve["rope_update"] == "recompute"]
     frequencies = dynamic_frequencies(10_000.0, DIM, curve["rope_scaling"]["factor"], TRAINED, grid=True)
@@ -272,6 +273,7 @@ def test_length_up_to_which_a_scaling_holds() -> None:
     assert found.holds_to(breaks) == 40 and found.holds_to(NONE) == 16 and found.holds_to(CUT) == 64
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -92,6 +92,7 @@ def test_scores_of_choices_and_segments_equal_transformers(
         assert entry["exact"] == [best == list(question.choices[0])]
 
 
+@pytest.mark.slow
 def test_cut_text_is_its_head_and_its_last_tokens(model: Path, kept: list[dict[str, Any]]) -> None:
     doc = document(model, LENGTH, 0)
     name = "text cut to the trained length"
@@ -245,7 +246,7 @@ def test_custom_texts(run: Callable[..., int], tmp_path: Path) -> None:
     assert "cut from own.txt" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.quick_cases(23)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -73,7 +73,7 @@ def test_hidden_states_equal_transformers(encoder: Path) -> None:
     assert error(make_core(encoder), encoder) < TOLERANCE
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_equal_transformers(family: str, head: str, tmp_path: Path) -> None:
     directory = make_encoder(family, tmp_path, head, id2label={0: "a", 1: "b", 2: "c"})
@@ -105,7 +105,7 @@ def test_deterministic_bits_are_equal_in_batches(encoder: Path) -> None:
     assert error(core, encoder) < TOLERANCE
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
 def test_scaling_of_a_request_equals_transformers(encoder: Path, kind: str) -> None:
     fields = {"original_max_position_embeddings": 16} if kind == "yarn" else {}
@@ -286,6 +286,7 @@ def test_key_names_of_nomic_files(tmp_path: Path) -> None:
     assert not core.info.notices
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}])
 def test_narrower_dtypes_give_similar_states(encoder: Path, options: dict[str, str]) -> None:
     (expected,), (found,) = (answers(make_core(encoder, **more), [asked("a", TEXT)]) for more in ({}, options))

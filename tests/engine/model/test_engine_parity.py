@@ -42,7 +42,7 @@ def check(core: EngineCore, directory: Path, request: EngineRequest, result: Fin
     assert result.token_ids == expected.argmax(dim=-1).tolist()
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 def test_entire_prompt_equals_transformers(family: Path) -> None:
     core = make_core(family)
     request = greedy("a", prompt(40), 12)
@@ -50,7 +50,7 @@ def test_entire_prompt_equals_transformers(family: Path) -> None:
     assert core.runner.positions_computed == 40 + 12 - 1  # every position once; the last token is never fed
 
 
-@pytest.mark.quick_cases(19)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("budget", [1, 7])
 def test_odd_chunks_equal_transformers(family: Path, budget: int) -> None:
     core = make_core(family, max_num_batched_tokens=budget)
@@ -84,7 +84,7 @@ def test_preempted_requests_equal_transformers(family: Path) -> None:
         check(core, family, request, results[request.request_id, 0])
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 def test_prefix_hits_equal_transformers(family: Path) -> None:
     core = make_core(family)
     shared = prompt(48)
@@ -104,6 +104,7 @@ def test_prefix_hits_equal_transformers(family: Path) -> None:
     assert core.stats().recomputed_tokens["full_prefix_hit"] == 16
 
 
+@pytest.mark.quick_cases(6)
 def test_samples_share_the_prompt(family: Path) -> None:
     core = make_core(family)
     request = greedy("a", prompt(21), 10, n=4, temperature=1.5, seed=7)
@@ -117,6 +118,7 @@ def test_samples_share_the_prompt(family: Path) -> None:
         assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
+@pytest.mark.quick_cases(6)
 def test_prompt_logprobs_equal_transformers(family: Path) -> None:
     core = make_core(family, max_num_batched_tokens=11)
     request = greedy("a", prompt(30), 1, prompt_logprobs=3)
@@ -132,6 +134,7 @@ def test_prompt_logprobs_equal_transformers(family: Path) -> None:
         assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
 
 
+@pytest.mark.quick_cases(6)
 def test_prompt_logprobs_of_a_part_use_the_prefix_cache(family: Path) -> None:
     core = make_core(family)
     text = prompt(60)
@@ -147,6 +150,7 @@ def test_prompt_logprobs_of_a_part_use_the_prefix_cache(family: Path) -> None:
             assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)
 
 
+@pytest.mark.quick_cases(6)
 def test_list_of_weights_names_the_checkpoint_and_the_decoder(family: Path) -> None:
     saved = {name: list(tensor.shape) for name, tensor in load_file(family / "model.safetensors").items()}
     decoder = make_core(family).runner.decoder

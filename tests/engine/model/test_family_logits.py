@@ -108,12 +108,13 @@ def error(core: EngineCore, directory: Path) -> float:
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("budget", slow_but([64, 7, 1], 7))
 def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
 
 
+@pytest.mark.quick_cases(6)
 def test_other_theta_changes_logits(family: Path, tmp_path: Path) -> None:
     request = greedy("a", PROMPT, 1)
     other = with_other_theta(family, tmp_path / "other")
@@ -121,6 +122,7 @@ def test_other_theta_changes_logits(family: Path, tmp_path: Path) -> None:
     assert difference(ours, theirs) > 10 * TOLERANCE
 
 
+@pytest.mark.quick_cases(6)
 def test_other_pair_layout_changes_logits(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((family / "config.json").read_text())
     flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in spec_reader.FAMILIES]
@@ -152,7 +154,7 @@ def test_every_vector_changes_logits(family: Path, tmp_path: Path) -> None:
         assert difference(logits, expected) > 10 * TOLERANCE, name
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(family, changes) for family, rows in SWITCHES.items() for changes in rows],
@@ -188,6 +190,7 @@ def test_deterministic_bits_are_equal_in_any_chunks(
     assert error(core, family) < TOLERANCE
 
 
+@pytest.mark.quick_cases(6)
 def test_prefix_hits_give_equal_logits(family: Path) -> None:
     core = make_core(family)
     first = run(core, [greedy("a", PROMPT, 12)])["a", 0]
@@ -198,6 +201,7 @@ def test_prefix_hits_give_equal_logits(family: Path) -> None:
     assert (torch.stack(second.logits) - torch.stack(first.logits)).abs().max() / largest < TOLERANCE
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_quantized_weights_give_similar_logits(family: Path, quantization: str) -> None:
     request = greedy("a", PROMPT, 1)

@@ -445,7 +445,7 @@ def expected(
     return torch.stack(found)
 
 
-@pytest.mark.quick_cases(17)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("spec", [SPEC, WIDE_HEADS], ids=["narrow", "deepseek"])
@@ -483,6 +483,7 @@ def test_windows_equal_the_formula(
     assert expansions == ([64, 64] if cost is not None else [])
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("cost", [0.0, 1.0, None], ids=["expanded", "mixed", "absorbed"])

@@ -94,6 +94,7 @@ SHAPES: dict[str, list[tuple[str, tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("family", "tensor", "shape"), [(family, *row) for family, rows in SHAPES.items() for row in rows]
 )

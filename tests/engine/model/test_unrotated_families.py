@@ -57,7 +57,7 @@ def error(core: EngineCore, directory: Path) -> float:
     return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("budget", slow_but([64, 7, 1], 7))
 def test_logits_equal_transformers(family: Path, budget: int) -> None:
     assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
@@ -73,7 +73,7 @@ def test_deterministic_bits_are_equal_in_any_chunks(family: Path) -> None:
     assert error(core, family) < TOLERANCE
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(6)
 def test_batches_and_prefix_hits_give_equal_logits(family: Path) -> None:
     core = make_core(family)
     alone = run(core, [greedy("a", PROMPT, 6)])["a", 0]
@@ -253,6 +253,7 @@ def test_attention_window_with_alibi(one_layer: Path) -> None:
 # -- refused options ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(6)
 def test_rope_scaling_is_refused(family: Path) -> None:
     core = make_core(family)
     for kind in ({"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default", "rope_theta": 5e5}):

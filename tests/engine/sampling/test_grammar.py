@@ -393,6 +393,7 @@ def test_a_model_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     assert isinstance(error, RequestError) and "tokenizer.json" in str(error)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 4096, 5001])
 @pytest.mark.parametrize("filters", [Filters(temperature=0.0), Filters(), Filters(top_k=5, top_p=0.9)])
 def test_compiled_and_plain_draws_apply_the_same_mask(vocab: int, filters: Filters) -> None:

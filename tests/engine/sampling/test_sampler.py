@@ -192,6 +192,7 @@ def test_draws_follow_the_exact_probabilities(vocab: int, temperature: float) ->
     assert chi_square(counts, draws * softmax(logits, temperature * 1.2)) > 6
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.7}, {"top_k": 30, "top_p": 0.9}]
 )

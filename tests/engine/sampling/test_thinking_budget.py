@@ -40,7 +40,7 @@ def text(tokens: Iterable[int]) -> str:
     return "".join(map(str, tokens))
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("close", [(CLOSE,), (CLOSE, TEXT), (CLOSE, CLOSE, TEXT), (TEXT, CLOSE, TEXT)])
 @pytest.mark.parametrize("opens", [(), ((OPEN,),), ((OPEN, TEXT), (OPEN, OPEN))])
 @pytest.mark.parametrize("closes", [(), ((OPEN, CLOSE),)])

@@ -74,6 +74,7 @@ def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
         assert_same(found[2], found[0])
 
 
+@pytest.mark.quick_cases(6)
 @by_quantized_form
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantizing(form: Library, block_form: BlockForm, kind: torch.dtype) -> None:

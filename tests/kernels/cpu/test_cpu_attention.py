@@ -69,6 +69,7 @@ def test_types_and_lengths_around_every_boundary(form: Library, page_type: torch
     check(AttentionCase(shapes, page_type=page_type), form)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("dim", [1, 5, 16, 24, 40, 64, 80, 96, 100, 128, 192, 256, 512])
 def test_head_dims(form: Library, dim: int) -> None:
     check(decode_case([3, 70], dim=dim, page_type=torch.bfloat16), form)
@@ -79,6 +80,7 @@ def test_head_dims(form: Library, dim: int) -> None:
             check(AttentionCase([(0, 21)], dim=dim, value_dim=value_dim, page_type=page_type), form)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
     [(1, 1), (3, 3), (7, 1), (6, 2), (8, 2), (14, 2), (16, 2), (32, 4), (9, 3), (40, 1)],
@@ -91,7 +93,7 @@ def test_groups_of_heads(form: Library, heads: int, kv_heads: int) -> None:
         check(AttentionCase(shapes, heads=heads, kv_heads=kv_heads, dim=16, page_type=page_type), form)
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("page_type", PAGE_TYPES)
 @pytest.mark.parametrize("dim", [256, 512])
 def test_groups_of_wide_heads(form: Library, dim: int, page_type: torch.dtype) -> None:
@@ -118,6 +120,7 @@ def test_largest_sums_of_the_widest_codes(form: Library) -> None:
     torch.testing.assert_close(found.double(), case.expected()[-1:], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("chunk", [1, 6, 16, 40, 128, 256, 1000])
 def test_chunks_limit_visible_keys(form: Library, chunk: int) -> None:
     check(decode_case([1, 6, 7, 16, 17, 255, 256, 257, 512, 700], chunk=chunk), form)
@@ -126,6 +129,7 @@ def test_chunks_limit_visible_keys(form: Library, chunk: int) -> None:
         check(AttentionCase(shapes, chunk=chunk, page_type=page_type), form)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("page_type", PAGE_TYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 17, 130])
 def test_bidirectional_attention(form: Library, window: int | None, page_type: torch.dtype) -> None:
@@ -137,6 +141,7 @@ def test_bidirectional_attention(form: Library, window: int | None, page_type: t
     assert ((case.prefill(form).double() - want).abs().max() > 1e-2) == (window != 1)  # later keys make a difference
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 130, 250, 400])
 def test_windows_never_read_hidden_keys(form: Library, window: int) -> None:
     check(decode_case([0, 1, 4, 16, 17, 260, 300, 530], window=window, dim=32, block_size=8), form)
@@ -227,6 +232,7 @@ def in_chunks(case: AttentionCase, form: Library, cuts: list[int], **options: An
     return torch.cat(parts)
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("page_type", TYPES)
 @pytest.mark.parametrize("lengths", [[900, 30, 600], [40], [500], [24, 7]])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(10, 5), (18, 1), (21, 3)])

@@ -116,6 +116,7 @@ def guarded(weight: BlockWeight) -> BlockWeight:
     return BlockWeight(weight.form, weight.rows, weight.columns, *parts)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_shapes(product: Product, form: BlockForm) -> None:
     for rows, columns, inner in SHAPES:
@@ -124,6 +125,7 @@ def test_shapes(product: Product, form: BlockForm) -> None:
         product.check(x, weight, bias, product(x, weight, bias))
 
 
+@pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(product: Product, form: BlockForm) -> None:
     x, weight, bias = torch.randn(600, 1100), random_blocks(37, 1100, form), torch.randn(37)
@@ -134,6 +136,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(product: Product, form: 
         assert torch.equal(product(x[part], weight, bias), whole[part])
 
 
+@pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_nothing_past_the_operands_is_read(product: Product, form: BlockForm) -> None:
     for rows, columns, inner in (
@@ -169,6 +172,7 @@ def test_strided_rows_other_types_and_an_output_tensor(product: Product) -> None
     assert (wider[:, :7] == -1).all() and (wider[:, 27:] == -1).all()
 
 
+@pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
     kernels("generic")
@@ -199,6 +203,7 @@ def test_gated_products_have_the_bits_of_two_calls(library_of: Library, form: Bl
         cpu.linear_blocks(library_of, torch.randn(2, 8), random_blocks(40, 8, form), activation="silu")
 
 
+@pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_plain_torch_agrees(form: BlockForm) -> None:
     for rows, columns, inner in (*SHAPES[:17], (200, 18, 80)):

@@ -24,6 +24,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("experts", [8, 60, 160])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_routing_equals_plain_torch(form: Library, routing: Routing, experts: int) -> None:

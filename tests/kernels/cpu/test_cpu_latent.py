@@ -44,6 +44,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.shape == want.shape and ((got.double() - want).abs() <= allowed).all()
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("x_type", "up_type"), [(a, b) for a in TYPES for b in TYPES])
 def test_products_by_head(

@@ -71,6 +71,7 @@ def assert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, got: Tensor) -
 # -- both storages -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(6)
 @each_dtype()
 def test_shapes_and_types(form: Library, product: Product, dtype: torch.dtype) -> None:
     shapes = [(1, 1, 1), (1, 5, 3), (2, 7, 16), (2, 16, 16), (3, 9, 31), (3, 17, 31), (4, 3, 64), (4, 31, 64)]

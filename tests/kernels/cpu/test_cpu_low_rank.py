@@ -30,6 +30,7 @@ def close(found: torch.Tensor, of: Expected, dtype: torch.dtype) -> bool:
     return bool(((found.double() - wanted).abs() <= 4e-7 * size + torch.finfo(dtype).eps * wanted.abs()).all())
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 7, 8, 16, 31, 64])
 def test_every_rank_and_odd_shapes(form: Library, rank: int) -> None:
     for columns, inner in ((1, 1), (31, 15), (32, 16), (45, 33), (300, 2051), (33, 4100)):
@@ -46,6 +47,7 @@ def test_every_rank_and_odd_shapes(form: Library, rank: int) -> None:
                     assert torch.equal(out[row], before[row])
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(("dtype", "down", "up"), itertools.product(FLOATS, FLOATS, FLOATS))
 def test_every_dtype_and_parts_of_different_ranks(
     form: Library, dtype: torch.dtype, down: torch.dtype, up: torch.dtype

@@ -55,6 +55,7 @@ def test_decode(form: Library, page_type: torch.dtype, count: int) -> None:
     check(case_of(SINGLE, count, page_type=page_type), form, decode)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("page_type", TYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 4, 17])
 def test_prefill(form: Library, page_type: torch.dtype, count: int) -> None:

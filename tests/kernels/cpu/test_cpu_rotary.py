@@ -99,6 +99,7 @@ def angles(positions: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tens
     return turn.cos(), turn.sin()
 
 
+@pytest.mark.quick_cases(25)
 @pytest.mark.parametrize(("type_", "page_type"), itertools.product(TYPES, TYPES))
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (512, 256), (6, 0)])
 def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.dtype, dim: int, half: int) -> None:

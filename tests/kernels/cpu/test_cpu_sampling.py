@@ -85,6 +85,7 @@ def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledSampli
     return [d.token for d in draws]
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("vocab", slow_but(SIZES, 1, 17, 128, 2309))
 @pytest.mark.parametrize("kind", ["plain", "flat", "steep", "ties", "equal", "masked", "one", "huge", "outlier"])
 def test_draws_equal_the_reference(form: Library, kind: str, vocab: int) -> None:

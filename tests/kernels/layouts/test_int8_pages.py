@@ -150,6 +150,7 @@ def rerotate(form: Library | None, pages: KVPages, *operands: torch.Tensor) -> N
 # -- both layouts --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(6)
 @settings(max_examples=20, deadline=None)
 @example(seed=1, tokens=9, heads=2, dims=6, half=256, dtype=torch.bfloat16, size=1.0)
 @given(
@@ -222,6 +223,7 @@ def test_extreme_numbers(name: str, layout: Layout) -> None:
     assert ((got - rows.double()).abs() <= bound)[finite].all()
 
 
+@pytest.mark.quick_cases(6)
 @settings(max_examples=20, deadline=None)
 @example(seed=1, heads=1, dims=6, half=256, elsewhere=5, in_place=3)
 @given(
@@ -603,6 +605,7 @@ def test_decode_of_rows(name, seed, lengths, shape, size, window):  # type: igno
     torch.testing.assert_close(got, exact(q, coded, call), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "dim"), [(16, 576), (5, 29), (7, 96)])

@@ -69,6 +69,7 @@ def xielu(x: torch.Tensor, alpha_p: float, alpha_n: float) -> torch.Tensor:
     return torch.where(x > 0, above * x**2 + x / 2, below * (torch.expm1(x.clamp(max=0)) - x) + x / 2)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [7, 64, 1023])
 def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) -> None:
@@ -119,7 +120,7 @@ def test_rotary_angles_do_not_depend_on_other_rows(backend: Backend, half: int) 
     assert torch.equal(torch.stack(row_independent.rotary_angles(inv_freq, rows, positions)), both)
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])
 @pytest.mark.parametrize("window", slow_but([None, 1, 40, 300], None, 40))
 def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, window: int | None) -> None:

@@ -163,6 +163,7 @@ def test_any_ranges(seed, shapes, count, page_type, sinks, soft_cap, base, slope
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("page_type", TYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (16, 2), (16, 1)])
 def test_heads_of_512_with_partial_rotation(heads: int, kv_heads: int, page_type: torch.dtype) -> None:

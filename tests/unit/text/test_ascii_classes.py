@@ -11,6 +11,7 @@ from windlass.server.text.schema_rewriting import expand_ascii_classes, expand_a
 ARABIC, NO_BREAK, KELVIN = "\u0661", "\u00a0", "\u212a"
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("pattern", "accepted", "refused"),
     [

@@ -146,6 +146,7 @@ def transformers_render(source: str, messages: list[dict], **options) -> str:
     return tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
 
 
+@pytest.mark.quick_cases(24)
 @pytest.mark.parametrize(
     "options", [{}, {"tools": TOOLS}, {"enable_thinking": False, "date_string": "1 May", "eos_token": "E"}]
 )

@@ -58,6 +58,7 @@ CHAINS: dict[str, tuple[str, Callable[[int], str]]] = {
 SLOW = {"GBNF"}  # its conversion to Lark
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [pytest.param(*chain, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, chain in CHAINS.items()],

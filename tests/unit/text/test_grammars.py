@@ -285,6 +285,7 @@ def fits(kind: str, schema: Any, text: str) -> bool:
     return accepts(kind, json.dumps(schema), text)
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("kind", ["json_schema", "strict_json_schema"])
 @pytest.mark.parametrize(
     ("schema", "good", "bad"), [*BOUNDED, *(({"type": "integer", **more}, *texts) for more, *texts in EXACT), *NAMED]

@@ -406,6 +406,7 @@ def render(
     return ",".join(fitted.changes), prompt
 
 
+@pytest.mark.quick_cases(22)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_are_fitted_to_each_kind_of_template(kind: str, conversation: str) -> None:
@@ -417,6 +418,7 @@ def test_messages_are_fitted_to_each_kind_of_template(kind: str, conversation: s
     assert changes == expected_changes
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_accepted_conversations_render_as_in_transformers(kind: str) -> None:
     template = ChatTemplate(KINDS[kind])

@@ -147,6 +147,7 @@ def test_cached_blocks_belong_to_the_contents_of_an_adapter(llama: Path, sources
     assert cached(10) == 0  # others, under the same name
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("value", [3e38, 1e12])
 @pytest.mark.parametrize(
     "options",
@@ -402,6 +403,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_invalid_adapter_is_refused(core: EngineCore, model: Path, tmp_path: Path, case: int) -> None:
     break_it, said = CASES[case]

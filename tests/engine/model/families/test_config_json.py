@@ -311,6 +311,7 @@ def test_published_nemotron_with_experts() -> None:
 # -- files of transformers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", [name for name, (kind, _) in TINY.items() if kind in MODEL_TYPES])
 def test_published_keys_give_the_spec_of_transformers_keys(name: str, tmp_path: Path) -> None:
     written = transformers.AutoConfig.from_pretrained(make_model(name, tmp_path / name)).to_dict()

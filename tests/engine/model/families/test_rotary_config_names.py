@@ -93,6 +93,7 @@ FLAT_ROPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick_cases(27)
 @pytest.mark.parametrize(
     ("family", "rope"),
     # Phi 3 reads yarn as longrope, and transformers accepts no other kind for it: see below.

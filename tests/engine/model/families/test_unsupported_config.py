@@ -233,6 +233,7 @@ def test_invalid_layer_types_are_refused(layer_types: object) -> None:
 NAMED = [family for family in FAMILIES if not family.architecture.endswith("Model")]
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.model_type)
 def test_supported_families_are_not_refused(family: Any) -> None:
     known = family.model_type in CONFIG_MAPPING

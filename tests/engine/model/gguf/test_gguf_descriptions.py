@@ -120,6 +120,7 @@ def frequencies(groups: tuple[RotaryGroup, ...], length: int) -> list[tuple[np.n
     return [(np.array(one.inv_freq), one.rotary_scale) for one in found]
 
 
+@pytest.mark.quick_cases(6)
 def test_spec_equals_the_original(converted: tuple[Path, GGUFDescription]) -> None:
     wanted, spec = specs(*converted)
     if spec.architecture == "HunYuanDenseV1ForCausalLM":  # the file has a base that includes alpha

@@ -165,7 +165,7 @@ def test_granite_hybrid_rotates_where_the_file_says_so(case: str, source_of: Sou
 # -- metadata and layout flags change logits ---------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
@@ -706,7 +706,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.mark.quick_cases(93)
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [

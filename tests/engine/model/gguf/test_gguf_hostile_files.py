@@ -168,7 +168,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+_SLOW = "empty texts of many keys"  # a million allocations are traced
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.slow) if one == _SLOW else one for one in HOSTILE]
+)
 def test_malicious_file_is_refused(case: str, tmp_path: Path) -> None:
     data, says = HOSTILE[case]
     tracemalloc.start()

@@ -113,6 +113,7 @@ EXACT = [
 FORM = {4: ("q4_0", "q4_k"), 5: ("q5_0", "q5_k"), 6: ("q6_k", "q8_0"), 7: ("q8_0", "q8_0"), 8: ("q8_0", "")}
 
 
+@pytest.mark.quick_cases(34)
 @pytest.mark.parametrize(("layout", "bits", "group_size", "symmetric"), EXACT)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_are_exact(

@@ -236,6 +236,7 @@ def rename(old: str, new: str) -> Edit:
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -269,6 +270,7 @@ def test_missing_or_changed_file_is_reported(change: Callable[[Path], None], lla
         check_start(engine_config(made.derived))
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", [*BLOCKS, "IQ4_NL", "F16"])
 def test_non_finite_numbers_are_refused_by_name(kind: str, llama: Path, tmp_path: Path) -> None:
     made = make_gguf(llama, tmp_path / "made", lambda name: kind)

@@ -204,7 +204,7 @@ def test_sizes() -> None:
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
 )

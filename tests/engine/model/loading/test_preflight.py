@@ -79,6 +79,7 @@ def test_preflight_imports_no_torch() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
     check_start(engine_config(str(make_model(family, tmp_path / family))))
@@ -94,6 +95,7 @@ def test_bytes_per_token_equal_the_allocated_cache(dtype: str, dim: int) -> None
     assert bytes_per_token(group, dtype) * 7 * 32 == sum(plane.nbytes for plane in planes if plane is not None)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("family", ["llama", "llama_bias", "gemma3", "phi3"])
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str

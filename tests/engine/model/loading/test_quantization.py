@@ -48,6 +48,7 @@ def dequantized(weight: BlockWeight | StackedWeight) -> torch.Tensor:
     return torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)])
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_is_stored_in_its_rows(models: dict[str, Path], family: str, width: str) -> None:

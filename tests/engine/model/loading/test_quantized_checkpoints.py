@@ -346,7 +346,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(19)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_checkpoints_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
     quantization, layout, damage, says = DAMAGED[case]

@@ -39,7 +39,7 @@ def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledBackend, "_plain_matrix", Backend._plain_matrix)
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("dtype", TYPES)
 # Heads of 16 rows; fused and split projections; sorted rows; sizes that do not fill panels.
 @pytest.mark.parametrize(

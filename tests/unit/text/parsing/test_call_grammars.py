@@ -127,6 +127,7 @@ def test_sampled_texts_are_calls(
         assert counts == {1}
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name != "harmony"])  # whose end marker ends the turn
 def test_an_answer_may_end_after_a_call_and_a_newline(
@@ -147,6 +148,7 @@ def test_an_answer_may_end_after_a_call_and_a_newline(
         assert calls_in(text, form)
 
 
+@pytest.mark.quick_cases(27)
 @pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name not in PYTHON])
 @pytest.mark.parametrize("with_schema", [False, True])
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_schemas_without_a_pythonic_grammar(schema: dict[str, Any]) -> None:
     assert FORMATS["pythonic"].grammar(CallGrammarOptions({"look": schema}, False, json.dumps)) is None
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", WITH_GRAMMAR)
 def test_unnamed_members_are_not_permitted(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     """Unsupported keywords are ignored, because the function is not strict."""

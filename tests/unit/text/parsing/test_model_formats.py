@@ -349,6 +349,7 @@ def splits(text: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_calls_of_a_family(family: Family) -> None:
     assert detect(family.template).name == family.parser and is_known(family.template)
@@ -356,6 +357,7 @@ def test_calls_of_a_family(family: Family) -> None:
         assert read(family.parser, pieces) == (family.content, family.calls), pieces
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("text", OBSERVED.values(), ids=OBSERVED)
 @pytest.mark.parametrize("parser", ["hermes", "plain_json"])
 def test_calls_as_qwen_writes_them(parser: str, text: str) -> None:
@@ -432,6 +434,7 @@ MALFORMED: list[tuple[str, str, str, Calls]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), MALFORMED)
 def test_malformed_calls(parser: str, text: str, content: str, calls: Calls) -> None:
     for pieces in splits(text):
@@ -512,6 +515,7 @@ THOUGHTS: list[tuple[str, str, str, str, str, str, Calls]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("format", "tools", "phase", "text", "thinking", "content", "calls"), THOUGHTS)
 def test_thinking_of_a_family(
     format: str, tools: str, phase: str, text: str, thinking: str, content: str, calls: Calls

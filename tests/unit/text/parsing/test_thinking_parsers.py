@@ -74,6 +74,7 @@ def read(format: ThinkingFormat, phase: ThinkingPhase, pieces: list[str]) -> tup
     return thinking, answer, events
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("format, phase, text, thinking, answer", CASES)
 def test_result_does_not_depend_on_the_split(
     format: ThinkingFormat, phase: ThinkingPhase, text: str, thinking: str, answer: str

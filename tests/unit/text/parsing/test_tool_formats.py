@@ -202,7 +202,7 @@ def test_in_call_at_the_end_of_a_text(kind: str, text: str, is_open: bool) -> No
         assert not (one := make(kind, max_calls=0)).in_call and read(one, text) and not one.in_call
 
 
-@pytest.mark.quick_cases(14)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
 def test_result_does_not_depend_on_the_split(kind: str, text: str, expected: Made) -> None:
     assert read(make(kind), text) == expected
@@ -385,7 +385,7 @@ LONG = {
 }
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_work_is_linear_in_the_text(kind: str) -> None:
     """Measured in characters buffered at each piece, not in time."""
