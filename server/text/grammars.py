@@ -101,13 +101,13 @@ class GrammarCompiler:
         return json.dumps(schema) if without_patterns(schema, self._is_pattern) else text
 
     def _is_pattern(self, pattern: str) -> bool:
-        """Return whether a pattern is supported."""
+        """Return whether a pattern is supported, or malformed in every dialect."""
         try:
             self._check("regex", _serialize_schema(json.dumps({"type": "string", "pattern": pattern})))
         except MemoryError:
             raise
         except BaseException:  # panics of the Rust libraries are not Exceptions
-            return False
+            return _is_malformed(pattern)  # which the compiler reports
         return True
 
     def _compile(self, kind: str, value: str, alternative: str) -> str:
@@ -151,6 +151,17 @@ class GrammarCompiler:
         special = [token_id for token_id, token in added.items() if token.special]
         known = _ByteVocabulary(tokens, [*special, free[256]], {byte: free[byte] for byte in range(256)})
         return LLTokenizer(TokenizerWrapper(known), n_vocab=len(tokens), eos_token=free[256])
+
+
+def _is_malformed(pattern: str) -> bool:
+    """Return whether the brackets or repetitions of a pattern are wrong. Escapes differ among dialects."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return error.msg.startswith(("missing )", "unbalanced", "unterminated", "nothing to repeat"))
+    except (OverflowError, RecursionError):
+        return False
+    return False
 
 
 class _ByteVocabulary:

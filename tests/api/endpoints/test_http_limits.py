@@ -168,7 +168,7 @@ BAD_JSON: list[Any] = [
     b'{"prompt": "a"}\x00',
     b'{"prompt": "\xff\xfe"}',
     b'{"prompt": "\xed\xa0\x80"}',
-    b'\xef\xbb\xbf{"prompt": "a"}',
+    b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}',
     '{"prompt": "a"}'.encode("utf-16"),
     b"[" * 1_000_000,
     b'{"a":' * 100_000 + b"1" + b"}" * 100_000,

@@ -112,8 +112,6 @@ OUT_OF_BOUNDS: list[tuple[str, list[Any]]] = [
     ("timeout", [0, -1, 10**9, "5"]),
     ("request_id", ["", "a b", "x" * 129, "a\nb", "é", 5]),
     ("model", [5, ["toy"]]),
-    ("user", [5]),
-    ("metadata", [5, "x"]),
 ]  # fmt: skip
 COMPLETION_REFUSALS = refused(
     COMPLETIONS,
@@ -223,7 +221,6 @@ CHAT_REFUSALS = refused(
     ({"echo": True}, "echo"),
     ({"prompt": "x"}, "prompt"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     *(({"messages": [*USER, message]}, f"messages[1].{field}") for message, field in (
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}, "content"),
         ({"role": "user", "content": 5}, "content"),
@@ -272,7 +269,6 @@ CHAT_REFUSALS = refused(
     ({"num_predict": 5}, "num_predict", "unknown field 'num_predict': it is called max_tokens here"),
     ({"n_keep": 5}, "n_keep", "it is called keep_tokens here"),
     ({"n_probs": 5}, "n_probs", "ask for logprobs and top_logprobs here"),
-    ({"cache_prompt": False}, "cache_prompt", "prompts are always cached, which changes no answer: leave it out"),
     ({"repeat_penalty": 1.1}, "repeat_penalty", "it is called repetition_penalty here"),
 )  # fmt: skip
 
@@ -298,14 +294,14 @@ TOOL_REFUSALS = refused(
     ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"title": "y" * 140_000}}}]},
      "tools[0].function.parameters"),
     ({"tools": [CHAT_TOOL, CHAT_TOOL]}, "tools"),
-    ({"tools": [CHAT_TOOL] * 129}, "tools"),
+    ({"tools": [CHAT_TOOL] * 1025}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": f"f{i}", "description": "y" * 90_000}} for i in range(12)]},
      "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": allowed("auto")}, "tool_choice"),
-    ({"tools": [CHAT_TOOL], "tool_choice": allowed("auto", *["look"] * 129)}, "tool_choice"),
+    ({"tools": [CHAT_TOOL], "tool_choice": allowed("auto", *["look"] * 1025)}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": allowed("sometimes", "look")}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": allowed("auto", "look", "find")}, "tool_choice"),
     ({"tools": [CHAT_TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["look"]}}},
@@ -325,7 +321,6 @@ TOOL_REFUSALS = refused(
     ({"messages": [*USER, {"role": "assistant", "tool_calls": [
         {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[" * (MAX_ARGUMENTS + 1)}}]}]},
      "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[1].tool_call_id"),
     server="tools",
 )  # fmt: skip
 
@@ -418,12 +413,8 @@ RESPONSE_REFUSALS = refused(
     ({"input": [{**CALLED, "arguments": "x" * (MAX_ARGUMENTS + 1)}]}, "input[0].arguments"),
     ({"input": [{**CALLED, "arguments": "\"" * (MAX_ARGUMENTS - 1)}]}, "input[0].arguments"),
     ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
-    ({"input": [{"role": "user", "content": "a"}, CALLED]}, "input[1].call_id"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"role": "user", "content": "a", "colour": "red"}]}, "input[0].colour"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": [RESPONSE_TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type"),
     ({"tools": [{"type": "function", "name": "two words"}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools[0].function"),
     ({"tools": [RESPONSE_TOOL, RESPONSE_TOOL]}, "tools"),
@@ -485,16 +476,11 @@ MESSAGE_REFUSALS = refused(
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
-    ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
-     "messages[0].content[0].content[0].type"),
     ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
     ({"messages": [*USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
         {"type": "text", "text": "See:"}, {"type": "tool_result", "tool_use_id": USE["id"]}]}]}, "messages[2].content[1]"),
     ({"system": [IMAGE]}, "system[0].type"),
     ({"system": 3}, "system"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [MESSAGE_TOOL, MESSAGE_TOOL]}, "tools"),

@@ -20,7 +20,7 @@ from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.reasoning import FORMATS as THINKING
 from windlass.server.text.reasoning import ChannelParser, ThinkingParser, format_of_template
 from windlass.server.text.stream_parser import CallOptions, OutputParser, ParsingPlan
-from windlass.server.text.template_facts import TemplateCapabilities
+from windlass.server.text.template_probes import probe_template
 from windlass.server.text.tool_parsers.formats import FORMATS, detect, is_known
 
 SCHEMAS: dict[str, Any] = {
@@ -608,5 +608,5 @@ def test_calls_that_templates_render_are_parsed(request: pytest.FixtureRequest) 
     folder = vocabulary_files(Path(request.config.cache.mkdir("gguf-vocabularies")))
     sources = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
     assert [name for name in RENDERED if not parsed_from_history(sources[name])] == []
-    shown = {name for name, text in sources.items() if TemplateCapabilities.from_source(text).tools}
+    shown = {name for name, text in sources.items() if probe_template(ChatTemplate(text, {})).tools}
     assert {name for name in shown if not is_known(sources[name])} == UNKNOWN_TEMPLATES
