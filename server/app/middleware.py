@@ -27,7 +27,6 @@ DRAIN_SECONDS = 10.0
 
 _REQUEST_ID_HEADER = b"x-request-id"
 
-
 _VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
 _logger = logging.getLogger("windlass.server")

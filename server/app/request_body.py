@@ -41,7 +41,6 @@ _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …",
 
 _VERBS = ("should ", "holds ", "goes ")
 
-
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # in a list of names in a header
 
 _unknown_fields_log = RateLimitedLogger(logging.getLogger("windlass.server"), logging.WARNING)

@@ -98,7 +98,7 @@ class PacedConnection(h11.Connection):
         elif isinstance(event, h11.EndOfMessage):
             self._begin_body()
         if self.their_state is h11.SEND_BODY:
-            self._check_chunk_size()
+            self._check_chunk_size(waiting=event is h11.NEED_DATA)
         return event
 
     def _check_request(self, request: h11.Request, received: bytes) -> h11.Request:
@@ -145,13 +145,16 @@ class PacedConnection(h11.Connection):
             http_version=request.http_version,
         )
 
-    def _check_chunk_size(self) -> None:
-        """Refuse a chunk above the limit of the body as soon as its size is known: its bytes may never arrive."""
+    def _check_chunk_size(self, *, waiting: bool) -> None:
+        """Refuse a chunk above the limit of the body as soon as its size is known: its bytes may never arrive.
+
+        waiting: whether h11 needs further bytes; only then may an overlong size be incomplete, and the buffer is copied.
+        """
         # h11 has no other access to the size of a chunk.
         missing = getattr(self._reader, "_bytes_in_chunk", 0)
         if missing > self._max_body_bytes:
             self._refuse(oversized_chunk(self._max_body_bytes))
-        if not missing and _OVERLONG_SIZE.match(self.trailing_data[0]):
+        if waiting and not missing and _OVERLONG_SIZE.match(self.trailing_data[0]):
             self._refuse(MALFORMED_REQUEST)
 
     def _refuse(self, refusal: PreparedResponse) -> NoReturn:
