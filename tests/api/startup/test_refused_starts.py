@@ -322,7 +322,7 @@ def test_nan_weights_end_the_start(model: Path) -> None:
     path.write_bytes(data)
     result = program("serve", "--port", "0", model)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "holds numbers that are NaN or infinite" in result.stderr.splitlines()[-1]
+    assert "holds numbers that are NaN or infinite" in result.stderr.rstrip().splitlines()[-1]
 
 
 def test_more_replicas_than_fit() -> None:
