@@ -37,20 +37,19 @@ $(BIN)/python:
 	@echo "== creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "error: could not create $(VENV): on Debian or Ubuntu install python3-venv"; exit 2; }
 
-# pip decides which packages are missing, and setup.py which kernels are compiled. A marker per set of extras saves the ten seconds
-# that pip takes where nothing has changed. Without compiled kernels it does not count once there is a compiler.
-SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*)
+# pip decides which packages are missing. A marker per set of extras saves the ten seconds that it takes where nothing has changed.
+SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-UNBUILT := $(if $(wildcard kernels/cpu/_windlass_cpu*.so),,$(shell command -v $(firstword $(CXX)) >/dev/null && echo FORCE))
+# Compiles the kernels for this processor unless that is done. Without a compiler everything works, several times slower.
+COMPILE := $(BIN)/python kernels/cpu/build.py || true
 
-.PHONY: FORCE
-
-$(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(UNBUILT)
-	@echo "== installing into $(VENV); changed kernels are compiled (all of them: two minutes on two cores)"
-	$(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'
+$(VENV)/.installed-%: $(BIN)/python $(SOURCES)
+	@echo "== installing into $(VENV), and compiling the kernels (half a minute on two cores)"
+	@($(COMPILE)) & $(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'; status=$$?; wait; exit $$status
 	@touch $@ $(VENV)/.installed-server
 
 serve: $(VENV)/.installed-$(or $(EXTRAS),server)
+	@$(COMPILE)
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.
@@ -61,11 +60,13 @@ test test-all test-gpu: export OMP_NUM_THREADS = 1
 PYTEST := $(BIN)/pytest -n $(TESTERS) --dist loadfile
 
 test: $(VENV)/.installed-dev
+	@$(COMPILE)
 	$(PYTEST) -m quick tests/unit tests/kernels tests/engine tests/api
 
 # Long tests are collected first. The Ray cluster needs all cores, so it runs alone; 5: none of its tests has such a mark.
 test-all: MARKS ?= not soak
 test-all: $(VENV)/.installed-dev,e2e
+	@$(COMPILE)
 	@$(BIN)/python -c 'import ray, triton' 2>/dev/null || $(INSTALL) -e '.[gpu,ray]' \
 	|| { ! $(BIN)/python -m pip index versions pip >/dev/null 2>&1 && echo "note: no package index: tests of Ray and Triton skip"; }
 	$(PYTEST) --no-loadscope-reorder -m "$(MARKS)" --ignore tests/e2e/test_ray.py
@@ -76,6 +77,7 @@ test-gpu: MARKS ?= not slow and not soak
 test-gpu: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 test-gpu: export WINDLASS_TEST_DEVICE = $(DEVICE)
 test-gpu: $(VENV)/.installed-dev,e2e
+	@$(COMPILE)
 	$(PYTEST) -m "$(MARKS)" --dist $(if $(findstring not slow,$(MARKS)),loadscope,load) tests/kernels/triton_programs tests/engine; engines=$$?; \
 	$(PYTEST) -m "$(MARKS)" tests/api/startup tests/api/cli tests/e2e/test_end_to_end.py tests/e2e/test_*_over_http.py && exit $$engines
 

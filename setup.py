@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.modified import newer_group
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-KERNELS = ROOT / "src" / "windlass" / "kernels" / "cpu" / "src"
-SOURCES = runpy.run_path(str(KERNELS.parent / "sources.py"))["fingerprint"](KERNELS)
+KERNELS = runpy.run_path(str(ROOT / "src" / "windlass" / "kernels" / "cpu" / "build.py"))
 
 
 def requirements() -> list[str]:
@@ -35,51 +33,24 @@ def requirements() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compile the files in parallel, unless the library of an editable install was compiled from the same sources."""
+    """Compile the kernels with kernels/cpu/build.py: for this processor in an editable install, for all in a wheel."""
 
     def build_extension(self, extension: Extension) -> None:
-        existing = Path("src", self.get_ext_filename(extension.name))
-        # Sources are compared by content, since times in a clone mean nothing. The compiler flags are in this file.
-        if (
-            existing.exists()
-            and SOURCES.encode() in existing.read_bytes()
-            and not newer_group([str(ROOT / "setup.py")], str(existing))
-        ):
-            target = Path(self.get_ext_fullpath(extension.name))
-            self.mkpath(str(target.parent))
-            self.copy_file(str(existing), str(target))
-            return
-        # The library would be refused at run time. Without it, a later build with a compiler creates a new one.
-        existing.unlink(missing_ok=True)
-        compile_files = self.compiler.compile
-
-        def compile_in_parallel(sources: list[str], **options: Any) -> list[str]:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                compiled = pool.map(lambda source: compile_files([source], **options), sources)
-                return [name for names in compiled for name in names]
-
-        self.compiler.compile = compile_in_parallel
-        super().build_extension(extension)
+        if not self.editable_mode:
+            os.environ.setdefault("WINDLASS_ISAS", "all")
+        # In the source tree, where `make serve` compiles it too, perhaps at this moment.
+        library = Path("src", self.get_ext_filename(extension.name)).resolve()
+        try:
+            KERNELS["build"](library)
+        except KERNELS["BuildError"] as error:
+            raise CompileError(str(error)) from None
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(library, target)
 
 
 # A shared object that ctypes loads. Without a compiler the package is installed without it and reports that at run time.
-# No -march: each file has its own instruction set, and one is chosen at run time.
-kernels = Extension(
-    "windlass.kernels.cpu._windlass_cpu",
-    sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),
-    extra_compile_args=[
-        "-O3",
-        "-std=c++17",
-        "-fopenmp",
-        "-fvisibility=hidden",
-        "-Wno-psabi",
-        "-g0",
-        f'-DWINDLASS_SOURCES="{SOURCES}"',
-    ],
-    extra_link_args=["-fopenmp"],
-    language="c++",
-    optional=True,
-)
+kernels = Extension("windlass.kernels.cpu._windlass_cpu", sources=[], optional=True)
 
 if __name__ == "__main__":
     # In a temporary folder: files of an earlier build must not end up in a wheel.

@@ -76,47 +76,6 @@ class ArenaAllocator:
         del self._taken[bisect.bisect_left(self._taken, (begin, 0))]
 
 
-# Functions whose arguments depend on shapes and addresses only, never on contents; in the order of recorded_calls.h.
-_REPEATABLE = (
-    "linear",
-    "linear_blocks",
-    "rms_norm",
-    "gated_activation",
-    "soft_cap",
-    "rotate_and_append",
-    "rotate_and_append_int8",
-    "paged_attention_decode",
-    "embed_rows",
-    "linear_panels",
-    "dequantize_blocks",
-    "rotate_queries",
-    "row_maxima",
-    "add_low_rank",
-    "latent_queries",
-    "latent_values",
-    "rms_norm_in_place",
-    "route_experts",
-    "linear_of_experts",
-    "sum_of_experts",
-    "clamped_glu",
-    "gate_by_sigmoid",
-    "layer_norm",
-    "activate",
-    "xielu",
-    "clip",
-    "scale_rows",
-    "all_reduce",
-    "gather_columns",
-    "linear_blocks_amx",
-    "linear_panels_amx",
-    "scale_columns",
-    "rotate_and_append_rows",
-    "multiply",
-    "short_convolution",
-    "gated_delta_rule",
-    "state_space",
-)
-
 _EMPTY = "aten::empty.memory_format"
 
 # Torch operations that return a view of the same memory.
@@ -188,7 +147,7 @@ class CompiledRecording:
             packed += struct.pack("=" + kinds, *map(_as_number, arguments))
         data = ctypes.create_string_buffer(bytes(packed), len(packed))
         calls = b"".join(
-            RECORDED_CALL.pack(_REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
+            RECORDED_CALL.pack(self.library.recorded[name], ctypes.addressof(data) + offset)
             for (name, _), offset in zip(self.calls, offsets, strict=True)
         )
         return ctypes.create_string_buffer(calls, len(calls)), data
@@ -230,7 +189,7 @@ def _recording_library(library: Library, recording: CompiledRecording) -> Librar
 
 def _recorded(name: str, function: Function, recording: CompiledRecording) -> Function:
     def call(*arguments: Any) -> int:
-        if name not in _REPEATABLE:
+        if name not in recording.library.recorded:
             recording.obstacle = f"{name} cannot be repeated"
         recording.calls.append((name, arguments))
         return function(*arguments)

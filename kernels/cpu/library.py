@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.sources import fingerprint
+from windlass.kernels.cpu.build import EXTENSIONS, fingerprint, supported
 from windlass.kernels.layouts.kv_pages import PANEL_TOKENS, QUAD, KVPages, num_groups
 
 # By the type letters of the struct module; S: the address of `AttentionArguments`.
@@ -49,7 +49,7 @@ _TYPES["S"] = ctypes.POINTER(AttentionArguments)
 
 
 class SamplingRowFields(ctypes.Structure):
-    """`SamplingRow` in src/sampling.h; `elementwise_bindings.CompiledSamplingRow` describes the fields."""
+    """`SamplingRow` in src/shared_structs.h; `elementwise_bindings.CompiledSamplingRow` describes the fields."""
 
     _fields_ = _fields(
         "row:q allowed:P num_allowed:q forbidden:P num_forbidden:q biased:P bias:P num_biased:q counted:P in_output:P "
@@ -59,19 +59,19 @@ class SamplingRowFields(ctypes.Structure):
 
 
 class LowRankPartFields(ctypes.Structure):
-    """`LowRankPart` in src/low_rank.h; `LowRankPart` in kernels/layouts describes the fields."""
+    """`LowRankPart` in src/shared_structs.h; `LowRankPart` in kernels/layouts describes the fields."""
 
     _fields_ = _fields("up:P type:q first:q columns:q rank_first:q rank:q scale:d")
 
 
 class LowRankFields(ctypes.Structure):
-    """`LowRankUpdate` in src/low_rank.h; rank 0 for none."""
+    """`LowRankUpdate` in src/shared_structs.h; rank 0 for none."""
 
     _fields_ = _fields("down:P type:q rank:q num_parts:q parts:P")
 
 
 class ExpertPartFields(ctypes.Structure):
-    """`ExpertPart` in src/experts.h, which describes the fields."""
+    """`ExpertPart` in src/shared_structs.h, which describes the fields."""
 
     _fields_ = _fields(
         "data:P scales:P supers:P bias:P kind:q type:q stride:q bits:q group:q super_groups:q minimum:q offset:q "
@@ -80,7 +80,7 @@ class ExpertPartFields(ctypes.Structure):
 
 
 class ExpertProductsFields(ctypes.Structure):
-    """`ExpertProducts` in src/experts.h: addresses of the products of one instruction set."""
+    """`ExpertProducts` in src/shared_structs.h: addresses of the products of one instruction set."""
 
     _fields_ = _fields(
         "linear:P linear_panels:P linear_blocks:P linear_blocks_amx:P linear_panels_amx:P amx_min_rows_blocks:q "
@@ -89,13 +89,13 @@ class ExpertProductsFields(ctypes.Structure):
 
 
 class RankGroupFields(ctypes.Structure):
-    """`RankGroup` in src/collectives.h: the state of one rank."""
+    """`RankGroup` in src/shared_structs.h: the state of one rank."""
 
     _fields_ = _fields("memory:P bounds:P rank:q ranks:q slot_bytes:q round:q")
 
 
-# `RecordedCall` in src/recorded_calls.h: kind, function, address of its arguments
-RECORDED_CALL = struct.Struct("=qqq")
+# `RecordedCall`: address of the adapter that calls the function, and of its arguments
+RECORDED_CALL = struct.Struct("=qq")
 
 # Sizes in bytes of structs that are declared on both sides, by their names in C++.
 SIZES = {
@@ -118,7 +118,7 @@ def struct_values(arguments: ctypes.Structure) -> tuple[Any, ...]:
 
 
 class _AttentionField(ctypes.Structure):
-    """`ArgumentField` in src/isa_generic.cpp."""
+    """`ArgumentField` in src/library.cpp."""
 
     _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_long), ("type", ctypes.c_char))
 
@@ -165,20 +165,8 @@ def differing_structs(handle: ctypes.CDLL) -> list[str]:
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 
-# Slowest to fastest for each kind of processor; the index is the level in windlass_can_run.
-ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon", "neon_dot")
-
 # Instruction sets with native products of bfloat16 rows and panel weights.
 BF16_DOT_ISAS = frozenset({"avx512_bf16", "avx512_amx"})
-
-# Instruction sets that override only some functions, and the set that provides the others.
-_EXTENDED = {
-    "avx2_vnni": "avx2",
-    "avx512_vnni": "avx512",
-    "avx512_bf16": "avx512_vnni",
-    "avx512_amx": "avx512_bf16",
-    "neon_dot": "neon",
-}
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -280,6 +268,7 @@ class Library:
     """The kernels bound for one instruction set: a function for every name in SIGNATURES. It returns 0 or an error code.
 
     linear_blocks_amx, linear_panels_amx: None on a processor without AMX. addresses: of the functions' code, for callers in C.
+    recorded: addresses of the adapters of functions that a recorded step may call.
     attention_arguments: see `attention_packer`.
     """
 
@@ -292,10 +281,11 @@ class Library:
         isa: str,
         functions: Mapping[str, Function | None],
         addresses: Mapping[str, int],
+        recorded: Mapping[str, int],
         attention_arguments: Callable[[Mapping[str, float]], AttentionArguments],
     ) -> None:
         self.path, self.isa, self.functions, self.addresses = path, isa, functions, addresses
-        self.attention_arguments = attention_arguments
+        self.recorded, self.attention_arguments = recorded, attention_arguments
         vars(self).update(functions)
 
     @property
@@ -308,7 +298,8 @@ class Library:
 
     def with_functions(self, functions: Mapping[str, Function]) -> Library:
         """A copy with other functions under these names."""
-        return Library(self.path, self.isa, {**self.functions, **functions}, self.addresses, self.attention_arguments)
+        changed = {**self.functions, **functions}
+        return Library(self.path, self.isa, changed, self.addresses, self.recorded, self.attention_arguments)
 
 
 def find() -> Path | None:
@@ -327,11 +318,11 @@ def bind(path: Path, isa: str) -> Library:
     Raises OSError for a file that does not load and AttributeError for one that lacks the instruction set.
     """
     handle = ctypes.CDLL(str(path))
-    functions, addresses = dict[str, Any](), dict[str, int]()
+    functions, addresses, recorded = dict[str, Any](), dict[str, int](), dict[str, int]()
     for name, letters in SIGNATURES.items():
         source = isa
-        while not hasattr(handle, f"windlass_{name}_{source}") and source in _EXTENDED:
-            source = _EXTENDED[source]
+        while not hasattr(handle, f"windlass_{name}_{source}") and source in EXTENSIONS:
+            source, _ = EXTENSIONS[source]
         if name in _OPTIONAL and not hasattr(handle, f"windlass_{name}_{source}"):
             functions[name] = None
             continue
@@ -339,8 +330,14 @@ def bind(path: Path, isa: str) -> Library:
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = ctypes.c_int
         functions[name] = function
-        addresses[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
-    return Library(path, isa, functions, addresses, attention_packer(handle))
+        addresses[name] = _address(function)
+        if adapter := getattr(handle, f"windlass_recorded_{name}_{source}", None):
+            recorded[name] = _address(adapter)
+    return Library(path, isa, functions, addresses, recorded, attention_packer(handle))
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def runnable(path: Path) -> tuple[str, ...]:
@@ -349,16 +346,16 @@ def runnable(path: Path) -> tuple[str, ...]:
     Raises OSError for a file that does not load and AttributeError for one that was compiled from other sources.
     """
     handle = ctypes.CDLL(str(path))
-    handle.windlass_sources.restype = ctypes.c_char_p
-    if (sources := fingerprint(Path(__file__).parent / "src")) and handle.windlass_sources().decode() != sources:
+    handle.windlass_sources.restype = handle.windlass_isas.restype = ctypes.c_char_p
+    if (sources := fingerprint()) and handle.windlass_sources().decode().split()[-1] != sources:
         raise AttributeError("compiled from other sources")
     if others := differing_structs(handle):
         raise AttributeError(f"compiled from other sources: {'; '.join(others)}")
-    return tuple(
-        isa
-        for level, isa in enumerate(ISAS)
-        if any(hasattr(handle, f"windlass_{name}_{isa}") for name in SIGNATURES) and handle.windlass_can_run(level)
-    )
+    isas = handle.windlass_isas().decode().split()[-1].split(",")
+    found = tuple(isa for isa in supported(handle) if isa in isas)
+    if not found:
+        raise AttributeError(f"compiled for {', '.join(isas)}, which this processor does not support")
+    return found
 
 
 @functools.cache

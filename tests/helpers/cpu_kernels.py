@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import mmap
 import platform
 import shutil
@@ -17,6 +16,7 @@ import torch
 from filelock import FileLock
 
 from windlass.kernels.cpu import library
+from windlass.kernels.cpu.build import FLAGS, SOURCES, fingerprint, objects, supported
 from windlass.kernels.cpu.library import Library
 
 ARM = platform.machine() in ("aarch64", "arm64")
@@ -33,19 +33,19 @@ _LIKE = {
 
 
 @functools.cache
-def _runnable() -> tuple[str, ...]:
-    """Return the variants that this processor supports; none if they cannot be loaded, which tests report."""
+def _supported() -> tuple[str, ...]:
+    """Return the instruction sets that this processor supports, slowest first; none without compiled kernels."""
     path = library.find()
-    try:
-        return () if path is None else library.runnable(path)
-    except (OSError, AttributeError):
-        return ()
+    return () if path is None else supported(ctypes.CDLL(str(path)))
+
+
+# Compiling takes a minute or more, and other processes wait meanwhile.
+_COMPILED_HERE = (pytest.mark.slow, pytest.mark.timeout(1200))
 
 
 def _unless_real(*forms: str) -> tuple[Any, ...]:
-    """Return the portable variants without a native one on this processor. Others would only cost minutes of compiling."""
-    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]  # other processes wait for the compiling one
-    return tuple(pytest.param(form, marks=marks) for form in forms if _LIKE[form] not in _runnable())
+    """Return the portable variants without a native one on this processor."""
+    return tuple(pytest.param(form, marks=_COMPILED_HERE) for form in forms if _LIKE[form] not in _supported())
 
 
 # The last of these that the processor supports is its fastest.
@@ -54,8 +54,9 @@ _NATIVE = ("neon", "neon_dot") if ARM else ("avx2", "avx2_vnni", "avx512", "avx5
 
 def _variants(*native: str) -> tuple[Any, ...]:
     """Return the generic variant and these native ones, of which all but the fastest are marked as slow."""
-    fastest = next((form for form in reversed(native) if form in _runnable()), None)
-    return ("generic", *(form if form == fastest else pytest.param(form, marks=pytest.mark.slow) for form in native))
+    fastest = next((form for form in reversed(native) if form in _supported()), None)
+    forms = ("generic", *native)
+    return tuple(form if form == fastest else pytest.param(form, marks=_COMPILED_HERE) for form in forms)
 
 
 FORMS = (*_variants(*(form for form in _NATIVE if not form.endswith(("_dot", "_vnni")))), *_unless_real("16 lanes"))
@@ -66,47 +67,54 @@ PAIR_FORMS = ("avx512_bf16", "avx512_amx", *_unless_real("16 lanes bf16", "16 la
 # Variants with a matrix unit.
 MATRIX_FORMS = ("avx512_amx", *_unless_real("16 lanes amx"))
 
-_FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by digest of the sources, shared between runs
-_FAMILIES = {"8": "avx2", "16": "avx512"}  # of the portable variants
+
+
+_PORTABLE_SETS = (("avx2", "avx2_vnni"), ("avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"))
 
 
 @functools.cache
-def _portable(family: str) -> Path:
-    """Compile the AVX2 or AVX-512 files without these instructions, so that any processor runs them."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build the portable kernels with")
-    folder = Path(library.__file__).resolve().parent / "src"
-    # The generic file describes the structs that Python fills.
-    sources = [str(folder / "isa_generic.cpp"), *(str(path) for path in sorted(folder.glob(f"isa_{family}*.cpp")))]
-    command = [compiler, *_FLAGS, '-DWINDLASS_SOURCES="portable"', *sources]
-    read = hashlib.sha256(" ".join(command).encode())
-    for file in sorted(folder.iterdir()):
-        read.update(file.read_bytes())
-    target = _BUILT / f"portable_{family}_{read.hexdigest()[:16]}.so"
+def _compiled(isas: tuple[str, ...], portable: bool) -> Path:
+    """Compile the kernels for these sets; portable: without their instructions, so that any processor runs them."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile kernels with")
+    command = ["g++", "-O1", *FLAGS, *(("-DWINDLASS_PORTABLE",) if portable else ())]
+    target = _BUILT / f"{isas[0]}_{'portable_' if portable else ''}{fingerprint()}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):  # another test process may compile the same
         if not target.exists():
-            partial = target.with_suffix(".partial")
-            subprocess.run([*command, "-o", str(partial)], check=True, timeout=1000)
-            partial.replace(target)
+            folder = target.with_suffix(".partial")
+            folder.mkdir(exist_ok=True)
+            described = ['-DWINDLASS_SOURCES="test"', f'-DWINDLASS_ISAS="{",".join(isas)}"']
+            units = [("library", "library.cpp", described)]
+            units += [(f"{unit}.{isa}", f"unit_{unit}.cpp", [f"-DWINDLASS_ISA={isa}"]) for unit, isa in objects(isas)]
+            for name, source, defines in units:
+                output = ["-c", str(SOURCES / source), "-o", str(folder / f"{name}.o")]
+                subprocess.run([*command, *defines, *output], check=True, timeout=500)
+            linked = folder / "library.so"
+            subprocess.run(
+                [*command, "-shared", *map(str, folder.glob("*.o")), "-o", str(linked)], check=True, timeout=100
+            )
+            linked.replace(target)
+            shutil.rmtree(folder)
     return target
 
 
 @functools.cache
-def kernels(form: str) -> Library:
-    """Load one of FORMS or PACKED_FORMS; skip the test if this machine does not support it."""
+def kernels(form: str | None = None) -> Library:
+    """Load one of FORMS or PACKED_FORMS, by default the fastest; skip the test if this machine does not support it."""
     path = library.find()
     if path is None:
-        assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: reinstall windlass"
+        assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: run make serve"
         pytest.skip("the CPU kernels were not compiled, there is no g++")
-    lanes, _, rest = form.partition(" lanes")
-    if lanes in _FAMILIES:
-        return library.bind(_portable(_FAMILIES[lanes]), _FAMILIES[lanes] + rest.replace(" ", "_"))
-    if form not in library.runnable(path):
+    installed = library.runnable(path)
+    form = form or installed[-1]
+    if isa := _LIKE.get(form):
+        isas = next(isas for isas in _PORTABLE_SETS if isa in isas)
+        return library.bind(_compiled(isas, portable=True), isa)
+    if form not in _supported():
         pytest.skip(f"this processor has no {form}")
-    return library.bind(path, form)
+    return library.bind(path if form in installed else _compiled((form,), portable=False), form)
 
 
 def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:

@@ -32,14 +32,11 @@ chmod +x "$folder/bin/python"
 
 cd "$root"
 library=kernels/cpu/_windlass_cpu.cpython-311-aarch64-linux-gnu.so
-if [ ! -e $library ] || [ -n "$(find kernels/cpu/src -name '*.cpp' -newer $library -o -name '*.h' -newer $library)" ]; then
-    sources=$(python3 -c 'import pathlib, runpy
-print(runpy.run_path("kernels/cpu/sources.py")["fingerprint"](pathlib.Path("kernels/cpu/src")))')
-    for source in generic neon neon_dot; do
-        aarch64-linux-gnu-g++ -O3 -std=c++17 -fopenmp -fPIC -fvisibility=hidden -Wno-psabi \
-            -DWINDLASS_SOURCES="\"$sources\"" -c kernels/cpu/src/isa_$source.cpp -o "$folder/$source.o"
-    done
-    aarch64-linux-gnu-g++ -shared -fopenmp "$folder/generic.o" "$folder/neon.o" "$folder/neon_dot.o" -o $library
-fi
+CXX=aarch64-linux-gnu-g++ python3 -c 'import pathlib, sys
+sys.path.insert(0, "kernels/cpu")
+import build
+library, isas = pathlib.Path(sys.argv[1]), ("generic", "neon", "neon_dot")
+if not library.exists() or build.compiled(library) != (build.fingerprint(), isas):
+    build.compile_library(library, isas)' $library
 PATH=$folder/bin:$PATH PYTHONHOME=$folder/root/usr PYTHONPATH=$root/src:$folder/site OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} \
     exec "$folder/bin/python" -m pytest -p no:cacheprovider -o timeout=0 -W ignore "$@"

@@ -16,7 +16,7 @@ from helpers.cpu_kernels import kernels
 
 from windlass.kernels import RankEndedError, RankGroup, ranks_refusal, shared_memory_bytes
 from windlass.kernels.cpu.elementwise_bindings import SharedMemoryCollectives
-from windlass.kernels.cpu.library import Library, load
+from windlass.kernels.cpu.library import Library
 from windlass.kernels.rank_group import SLOT_BYTES
 from windlass.kernels.torch import collectives as grouped
 from windlass.kernels.torch.collectives import TorchCollectives, collectives_refusal
@@ -175,9 +175,9 @@ def test_refusals_of_devices_without_collectives(monkeypatch: pytest.MonkeyPatch
 # -- shared memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["generic", "best"])
+@pytest.fixture(params=[pytest.param("generic", marks=pytest.mark.slow), None])
 def library(request: pytest.FixtureRequest) -> Library:
-    return kernels("generic") if request.param == "generic" else load()
+    return kernels(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

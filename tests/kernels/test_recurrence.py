@@ -252,7 +252,7 @@ def test_invalid_rows_change_nothing(
 
 
 def test_unsuitable_operands_are_refused() -> None:
-    library = kernels("generic")
+    library = kernels()
     rows = state_rows([2, 0], [3, 2], [False, False])
     x, weight, window, *_ = Convolution.random(rows, 8, 4).operands(rows)
     bias = torch.ones(8)
@@ -293,7 +293,7 @@ def test_unsuitable_operands_are_refused() -> None:
 
 
 def test_unsuitable_state_space_operands_are_refused() -> None:
-    library = kernels("generic")
+    library = kernels()
     rows = state_rows([2, 0], [3, 2], [False, False])
     mixed, step, rate, bias, skip, memory, _ = StateSpace.random(rows, 2, 4, 8, 8).operands(rows)
     of_heads = rate, bias, skip

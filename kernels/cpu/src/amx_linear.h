@@ -7,9 +7,10 @@
 
 #pragma once
 
+#include "activations.h"
 #include "amx.h"
 #include "block_codes.h"
-#include "elementwise.h"
+#include "recordable.h"
 #include "work_split.h"
 
 namespace {
@@ -225,6 +226,7 @@ EXPORT int WINDLASS_NAME(linear_blocks_amx)(const void *x, long x_stride, int x_
     const Product p = {x, x_stride, x_type, bias, out, out_stride, M, N, K, activation};
     return blocks::with_form(weight, [&](auto form) { return multiply_blocks<decltype(form)>(p, weight); });
 }
+RECORDABLE(linear_blocks_amx)
 
 // The same for a bfloat16 panel weight, without rounding; x and out are bfloat16.
 EXPORT int WINDLASS_NAME(linear_panels_amx)(const void *x, long x_stride, const void *weight, const float *bias, int activation,
@@ -237,6 +239,7 @@ EXPORT int WINDLASS_NAME(linear_panels_amx)(const void *x, long x_stride, const 
         __builtin_memset(to + count * W, 0, (round_up(end - k, STEP) / 2 - count) * W * sizeof(pair));
     });
 }
+RECORDABLE(linear_panels_amx)
 
 }  // namespace matrix
 }  // namespace

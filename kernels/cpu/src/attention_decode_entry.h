@@ -9,6 +9,7 @@
 #include "attention_int8_floats.h"
 #include "attention_int8_vnni.h"
 #include "attention_key_ranges.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -214,5 +215,6 @@ EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *argum
         return packed ? attend_packed<T>(p) : attend_alone<T>(p);
     });
 }
+RECORDABLE(paged_attention_decode)
 
 }  // namespace

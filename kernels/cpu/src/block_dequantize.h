@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_codes.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -72,6 +73,7 @@ EXPORT int WINDLASS_NAME(dequantize_blocks)(const uint8_t *codes, const void *sc
     for_units(rows, threads, [&](long i) { widen_one(weight, ids ? ids[i] : first + i, factor, out + i * K); });
     return 0;
 }
+RECORDABLE(dequantize_blocks)
 
 }  // namespace blocks
 }  // namespace

@@ -9,10 +9,11 @@
 
 #pragma once
 
+#include "activations.h"
 #include "block_codes.h"
 #include "block_groups.h"
 #include "byte_products.h"
-#include "elementwise.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -325,6 +326,7 @@ EXPORT int WINDLASS_NAME(linear_blocks)(const float *x, long x_stride, const uin
     const BlockLinear p = {weight, x, x_stride, bias, activation, out, out_stride, M};
     return with_form(weight, [&](auto form) { return linear_all<decltype(form)>(p); });
 }
+RECORDABLE(linear_blocks)
 
 }  // namespace blocks
 }  // namespace

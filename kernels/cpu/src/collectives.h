@@ -7,18 +7,13 @@
 
 #pragma once
 
+#include "recordable.h"
+#include "shared_structs.h"
 #include "simd.h"
 #include "thread_team.h"
 #include "work_split.h"
 
 namespace {
-
-// State of one rank, in its own memory. round: of the last exchange. bounds: first column of each rank, and the end.
-struct RankGroup {
-    char *memory;
-    const int64_t *bounds;
-    int64_t rank, ranks, slot_bytes, round;
-};
 
 namespace ranks {
 
@@ -113,6 +108,7 @@ EXPORT int WINDLASS_NAME(all_reduce)(void *of, void *x, int type, long count) {
     });
     return code;
 }
+RECORDABLE(all_reduce)
 
 // part: float32 [rows][columns] of this rank, whose columns begin at its bound. The first rank receives the columns of all ranks in
 // `out` [rows][all columns]; the others pass null. Returns 3 if a rank has ended.
@@ -143,5 +139,6 @@ EXPORT int WINDLASS_NAME(gather_columns)(void *of, const float *part, float *out
     }
     return 0;
 }
+RECORDABLE(gather_columns)
 
 }  // namespace

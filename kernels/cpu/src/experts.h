@@ -5,33 +5,13 @@
 
 #pragma once
 
-#include "elementwise.h"
+#include "activations.h"
+#include "recordable.h"
+#include "shared_structs.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
-// Rows first .. first + columns of an expert's weight, stored together; mirrored by ExpertPartFields in library.py.
-struct ExpertPart {
-    const void *data, *scales, *supers, *bias;  // of blocks: codes, scales and scales of super groups; bias may be null
-    int64_t kind;                               // 0 rows, 1 panels, 2 blocks
-    int64_t type, stride;                       // of rows and panels; of rows
-    int64_t bits, group, super_groups, minimum, offset;  // of blocks
-    int64_t bias_type, first, columns;
-};
-
-// Exported functions of the selected instruction set; mirrored by ExpertProductsFields in library.py.
-struct ExpertProducts {
-    int (*linear)(const void *, long, int, const void *, long, int, const void *, int, void *, long, long, long, long);
-    int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
-    int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
-                         const float *, int, float *, long, long, long, long);  // -1: no activation
-    // By AMX, or null, also with -1; and the smallest number of rows of an expert for them. Panels and their rows are bfloat16.
-    int (*linear_blocks_amx)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
-                                 const float *, int, void *, long, long, long, long);
-    int (*linear_panels_amx)(const void *, long, const void *, const float *, int, void *, long, long, long, long);
-    int64_t amx_min_rows_blocks, amx_min_rows_panels;
-};
 
 namespace experts {
 
@@ -163,6 +143,7 @@ EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, co
     });
     return 0;
 }
+RECORDABLE(route_experts)
 
 // The operands of linear_of_experts. order: rows by their experts; ends: where those of each end.
 struct Routed {
@@ -346,6 +327,7 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     free(memory);
     return (int)code;
 }
+RECORDABLE(linear_of_experts)
 
 // out[t] = sum over j of x[t * top_k + j] * weights[t, j], in this order.
 EXPORT int WINDLASS_NAME(sum_of_experts)(const void *x, int type, const float *weights, long top_k, void *out, long rows,
@@ -365,6 +347,7 @@ EXPORT int WINDLASS_NAME(sum_of_experts)(const void *x, int type, const float *w
     });
     return 0;
 }
+RECORDABLE(sum_of_experts)
 
 }  // namespace experts
 }  // namespace

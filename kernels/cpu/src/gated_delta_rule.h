@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "recordable.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -197,6 +198,7 @@ EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int ty
     free(space);
     return 0;
 }
+RECORDABLE(gated_delta_rule)
 
 }  // namespace delta_rule
 }  // namespace

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -147,6 +148,7 @@ EXPORT int WINDLASS_NAME(latent_queries)(const void *q, long q_row, long q_head,
     });
     return 0;
 }
+RECORDABLE(latent_queries)
 
 // out [tokens, heads * value_dim]: up[h, plain:] times the latent dims of head h of x [tokens, heads, dim].
 EXPORT int WINDLASS_NAME(latent_values)(const void *x, long x_row, long x_head, int type, const void *up, int up_type, void *out,
@@ -159,6 +161,7 @@ EXPORT int WINDLASS_NAME(latent_values)(const void *x, long x_row, long x_head, 
     });
     return 0;
 }
+RECORDABLE(latent_values)
 
 // x [rows, dim] / sqrt(mean(x^2) + eps) * weight, over itself.
 EXPORT int WINDLASS_NAME(rms_norm_in_place)(void *x, long x_row, int type, const float *weight, float eps, long rows, long dim) {
@@ -174,6 +177,7 @@ EXPORT int WINDLASS_NAME(rms_norm_in_place)(void *x, long x_row, int type, const
     });
     return 0;
 }
+RECORDABLE(rms_norm_in_place)
 
 }  // namespace latent
 }  // namespace

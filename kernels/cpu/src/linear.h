@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -214,5 +215,6 @@ EXPORT int WINDLASS_NAME(linear)(const void *x, long x_stride, int x_type, const
     const Linear p = {x, x_stride, x_type, weight, w_stride, w_type, bias, bias_type, out, out_stride, M, N, K};
     return w_type == 0 ? linear_typed<float>(p) : w_type == 1 ? linear_typed<bf16>(p) : linear_typed<f16>(p);
 }
+RECORDABLE(linear)
 
 }  // namespace

@@ -6,22 +6,12 @@
 
 #pragma once
 
+#include "recordable.h"
+#include "shared_structs.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
-// Mirrored by LowRankPartFields and LowRankFields in library.py. Types: 0 float32, 1 bfloat16, 2 float16.
-struct LowRankPart {  // of columns first .. first + columns of the product, by numbers rank_first .. rank_first + rank of x A^T
-    const void *up;   // [panels][rank][32]
-    int64_t type, first, columns, rank_first, rank;
-    double scale;
-};
-struct LowRankUpdate {
-    const void *down;  // [panels][strips of K][4][16]
-    int64_t type, rank, num_parts;
-    const LowRankPart *parts;
-};
 
 namespace low_rank {
 
@@ -227,6 +217,7 @@ EXPORT int WINDLASS_NAME(add_low_rank)(const void *x, long x_row, void *out, lon
     free(memory);
     return 0;
 }
+RECORDABLE(add_low_rank)
 
 }  // namespace low_rank
 }  // namespace

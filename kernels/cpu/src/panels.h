@@ -13,6 +13,7 @@
 #pragma once
 
 #include "bf16_dot.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -194,6 +195,7 @@ EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type
 #endif
     return w_type == 1 ? multiply_typed<bf16>(p) : multiply_typed<f16>(p);
 }
+RECORDABLE(linear_panels)
 
 }  // namespace panels
 }  // namespace

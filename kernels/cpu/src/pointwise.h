@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "elementwise.h"
+#include "activations.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -40,6 +41,7 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
     });
     return 0;
 }
+RECORDABLE(rms_norm)
 
 // out[r, j] = combine(gate_up[r, j], gate_up[r, dim + j]), vector by vector.
 template <class F>
@@ -62,6 +64,7 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
         return combine_halves(gate_up, row, type, out, rows, dim, [&](vf g, vf u) { return f(g) * u; });
     });
 }
+RECORDABLE(gated_activation)
 
 // out[r, j] = gate * sigmoid(alpha * gate) * (up + 1), of gate_up[r, j] up to `limit` and gate_up[r, dim + j] within it (gpt-oss).
 EXPORT int WINDLASS_NAME(clamped_glu)(const void *gate_up, long row, int type, float alpha, float limit, void *out, long rows,
@@ -73,6 +76,7 @@ EXPORT int WINDLASS_NAME(clamped_glu)(const void *gate_up, long row, int type, f
         return g / (1.0f + exp_of(-alpha * g)) * (u + 1.0f);
     });
 }
+RECORDABLE(clamped_glu)
 
 // x[r, j] *= sigmoid(gate[r, j]), or of gate[r, 0] where the gate has one column. gate_type: that of x, or float32.
 EXPORT int WINDLASS_NAME(gate_by_sigmoid)(void *x, long row, int type, const void *gate, long gate_row, int gate_type,
@@ -95,11 +99,13 @@ EXPORT int WINDLASS_NAME(gate_by_sigmoid)(void *x, long row, int type, const voi
     });
     return 0;
 }
+RECORDABLE(gate_by_sigmoid)
 
 // out = cap * tanh(x / cap), float32.
 EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *out, long rows, long dim) {
     return each_number(x, row, 0, out, dim, rows, dim, [&](vf one, long) { return tanh_of(one / cap) * cap; });
 }
+RECORDABLE(soft_cap)
 
 // out = table[ids] * scale, of type out_type. Returns 1 for an id out of range; nothing is written then.
 EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type, long table_rows, const int64_t *ids,
@@ -121,5 +127,6 @@ EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type
     });
     return 0;
 }
+RECORDABLE(embed_rows)
 
 }  // namespace

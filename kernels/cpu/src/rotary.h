@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -212,6 +213,7 @@ EXPORT int WINDLASS_NAME(rotate_and_append)(
     });
     return 0;
 }
+RECORDABLE(rotate_and_append)
 
 // Keys at sources are rotated by the given angles and written to targets together with their values; an entry whose source is its
 // target is rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one
@@ -264,5 +266,6 @@ EXPORT int WINDLASS_NAME(rotate_queries)(const void *q, long q_row, long q_head,
     });
     return 0;
 }
+RECORDABLE(rotate_queries)
 
 }  // namespace

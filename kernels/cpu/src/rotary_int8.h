@@ -6,6 +6,7 @@
 #pragma once
 
 #include "int8_pages.h"
+#include "recordable.h"
 #include "rotary.h"
 #include "simd.h"
 #include "work_split.h"
@@ -72,6 +73,7 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
     free(memory);
     return 0;
 }
+RECORDABLE(rotate_and_append_int8)
 
 // As rerotate_cached_keys, on codes: a key is widened, rotated and rounded once; values, and keys without pairs, are
 // copied. dim: of a key with its padding. value_dim: 0 where values stay. Returns 1 when out of memory, 2 for a slot

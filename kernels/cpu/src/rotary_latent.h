@@ -3,6 +3,7 @@
 #pragma once
 
 #include "int8_pages.h"
+#include "recordable.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
@@ -41,6 +42,7 @@ EXPORT int WINDLASS_NAME(rotate_and_append_rows)(void *q, long q_row, long q_hea
     free(memory);
     return 0;
 }
+RECORDABLE(rotate_and_append_rows)
 
 // As rerotate_cached_keys: the groups that hold rotated numbers are widened, rotated and rounded once, the others are copied.
 // Returns 1 when out of memory, 2 for a slot outside the pages, with nothing touched.

@@ -8,31 +8,11 @@
 #pragma once
 
 #include "logits.h"
+#include "shared_structs.h"
 #include "simd.h"
 #include "work_split.h"
 
 namespace {
-
-// One row to sample. Mirrored by SamplingRowFields in kernels/cpu/library.py.
-struct SamplingRow {
-    int64_t row;                                       // of the logits
-    const int64_t *allowed; int64_t num_allowed;       // null: all tokens
-    const int64_t *forbidden; int64_t num_forbidden;
-    const int64_t *biased; const float *bias; int64_t num_biased;
-    const int64_t *counted; const float *in_output; int64_t num_counted;  // tokens of the text, and their counts in the output
-    const int64_t *decreased; const float *decrease; int64_t num_decreased;
-    const uint32_t *mask;                              // a bit per token, set if it is allowed; null: all are
-    float repetition, frequency, presence;
-    float temperature;                                 // 0 or less: the first of the largest
-    float floor;                                       // log(min_p), or the lowest float
-    int32_t status;                                    // result: 0 sampled, 1 bad logits, 2 no candidate left, 3 an id out of range
-    int64_t top_k;                                     // 0: off
-    double top_p, typical_p;                           // 1: off
-    double exclude_from;                               // 1: off
-    double uniform;                                    // [0, 1)
-    int64_t token;                                     // result
-};
-static_assert(sizeof(void *) != 8 || sizeof(SamplingRow) == 192, "no padding but what ctypes expects");
 
 // Applies masks, biases, penalties and decreases in this order (see kernels/token_sampling.py); false for an id out of range.
 INLINE bool change(const SamplingRow &d, const float *source, float *row, long vocab) {

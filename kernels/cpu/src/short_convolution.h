@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "elementwise.h"
+#include "activations.h"
+#include "recordable.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -117,6 +118,7 @@ EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type,
     });
     return 0;
 }
+RECORDABLE(short_convolution)
 
 }  // namespace convolution
 }  // namespace

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "recordable.h"
 #include "recurrent_state.h"
 #include "simd.h"
 #include "work_split.h"
@@ -172,6 +173,7 @@ EXPORT int WINDLASS_NAME(state_space)(const void *mixed, long mixed_row, int typ
     free(space);
     return 0;
 }
+RECORDABLE(state_space)
 
 }  // namespace state_space
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "logits.h"
+#include "recordable.h"
 #include "simd.h"
 #include "work_split.h"
 
@@ -76,5 +77,6 @@ EXPORT int WINDLASS_NAME(row_maxima)(const float *logits, long stride, long rows
     free(found);
     return 0;
 }
+RECORDABLE(row_maxima)
 
 }  // namespace

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 from e2e_helpers.builds import ROOT, copy_clone
 
-from windlass.kernels.cpu.sources import fingerprint
+from windlass.kernels.cpu.build import ISAS, all_isas, fingerprint
 
 
 def commands(venv: Path, *words: str, folder: Path = ROOT) -> list[str]:
@@ -25,7 +26,7 @@ def commands(venv: Path, *words: str, folder: Path = ROOT) -> list[str]:
 
 
 def installs(lines: list[str]) -> list[str]:
-    return [line.split("-c constraints.txt ")[1] for line in lines if "pip install" in line and line.endswith("'")]
+    return re.findall(r"pip install .*-c constraints\.txt (-e '[^']*');", "\n".join(lines))
 
 
 def environment(venv: Path, *extras: str) -> Path:
@@ -57,33 +58,15 @@ def test_first_command_installs(tmp_path: Path) -> None:
 
 def test_unchanged_environment_is_not_installed_again(tmp_path: Path) -> None:
     venv = environment(tmp_path / "venv", "server")
-    assert installs(commands(venv, "serve", "UNBUILT=")) == []
-    assert installs(commands(venv, "test", "UNBUILT=")) == ["-e '.[dev]'"]
-    assert installs(commands(venv, "serve", "EXTRAS=hub,plots", "UNBUILT=")) == ["-e '.[hub,plots]'"]
+    assert installs(commands(venv, "serve")) == []
+    assert installs(commands(venv, "test")) == ["-e '.[dev]'"]
+    assert installs(commands(venv, "serve", "EXTRAS=hub,plots")) == ["-e '.[hub,plots]'"]
     # The extras include the server, which needs no installation afterwards.
     assert any(
         line.endswith(f"{venv}/.installed-server") for line in commands(venv, "test") if line.startswith("touch")
     )
     for goal in ("test", "check", "format"):
-        assert installs(commands(environment(tmp_path / goal, "dev"), goal, "UNBUILT=")) == []
-
-
-@pytest.mark.parametrize(
-    ("compiled", "compiler", "expected"),
-    [(False, sys.executable, ["-e '.'"]), (False, "no-such-compiler", []), (True, sys.executable, [])],
-)
-def test_missing_kernels_are_compiled_once_a_compiler_is_installed(
-    compiled: bool, compiler: str, expected: list[str], tmp_path: Path
-) -> None:
-    clone = tmp_path / "clone"
-    (clone / "clients").mkdir(parents=True)
-    (clone / "kernels" / "cpu").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "clients/pyproject.toml"):
-        (clone / name).write_bytes((ROOT / name).read_bytes())
-    if compiled:
-        (clone / "kernels" / "cpu" / "_windlass_cpu.so").touch()
-    venv = environment(tmp_path / "venv", "server")
-    assert installs(commands(venv, "serve", f"CXX={compiler}", folder=clone)) == expected
+        assert installs(commands(environment(tmp_path / goal, "dev"), goal)) == []
 
 
 @pytest.mark.parametrize(
@@ -129,30 +112,41 @@ def test_ci_scripts_run_the_targets_of_the_makefile() -> None:
     assert "      - run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
 
 
+def kernels_of(clone: Path) -> Path:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return clone / "kernels" / "cpu" / f"_windlass_cpu{suffix}"
+
+
+def build(clone: Path, **variables: str) -> str:
+    """Build an editable install of the clone. Without CXX the compiler is `false`: the build continues without kernels."""
+    code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(clone.parent)]
+    environment = {**os.environ, "CXX": "false", **variables}
+    run = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
 def test_build_reuses_compiled_kernels_and_compiles_changed_ones(tmp_path: Path) -> None:
     clone = copy_clone(tmp_path / "clone")
-    code = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
-    suffix = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    compiled = clone / "kernels" / "cpu" / f"_windlass_cpu{suffix}"
-    sources = clone / "kernels" / "cpu" / "src"
-    before = b"compiled from " + fingerprint(sources).encode()
+    compiled = kernels_of(clone)
+    before = f"windlass sources {fingerprint()}\0 windlass isas {','.join(ISAS)}\0".encode()
     compiled.write_bytes(before)
     header = clone / "kernels" / "cpu" / "src" / "simd.h"
-
-    def build() -> str:
-        code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-        # `false` as the compiler: the build continues without kernels and reports the failure.
-        variables = {**os.environ, "CC": "false", "CXX": "false"}
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        run = subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, timeout=120)
-        assert run.returncode == 0, run.stderr
-        return run.stdout + run.stderr
-
     later = compiled.stat().st_mtime + 10
     os.utime(header, (later, later))  # times in a copy of a clone mean nothing
-    assert "failed" not in build() and compiled.read_bytes() == before
+    assert "failed" not in build(clone, WINDLASS_ISAS=ISAS[0]) and compiled.read_bytes() == before
     header.write_text(header.read_text() + "\n")
     earlier = compiled.stat().st_mtime - 10
     os.utime(header, (earlier, earlier))
-    assert 'building extension "windlass.kernels.cpu._windlass_cpu" failed' in build()
+    assert 'building extension "windlass.kernels.cpu._windlass_cpu" failed' in build(clone)
     assert not compiled.exists()  # kernels of other sources do not prevent a later compilation
+
+
+def test_kernels_of_another_processor_are_compiled_again(tmp_path: Path) -> None:
+    """An environment that was copied to another machine."""
+    clone = copy_clone(tmp_path / "clone")
+    compiled = kernels_of(clone)
+    compiled.write_bytes(f"windlass sources {fingerprint()}\0 windlass isas {ISAS[0]}\0".encode())
+    printed = build(clone, WINDLASS_ISAS=next(isa for isa in ISAS[1:] if isa in all_isas()))
+    assert "the kernels are compiled for generic, not for" in printed and not compiled.exists()

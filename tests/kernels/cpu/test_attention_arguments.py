@@ -57,7 +57,7 @@ class RecordingLibrary:
     """Records the arguments of the last call, which is executed as usual, and the values of their fields."""
 
     def __init__(self) -> None:
-        real = kernels("generic")
+        real = kernels()
         self.library = real.with_functions(
             {
                 "paged_attention_decode": lambda a: self._note(a) or real.paged_attention_decode(a),
@@ -125,11 +125,11 @@ def test_every_field_has_its_value() -> None:
 def test_every_field_of_a_call_reaches_the_struct() -> None:
     fields = {field.name for kind in (AttentionCall, KeyRanges) for field in dataclasses.fields(kind)}
     assert fields == SOURCES.keys() | HOST_ONLY
-    assert set().union(*SOURCES.values()) <= set(names_of(arguments_of(kernels("generic"))))
+    assert set().union(*SOURCES.values()) <= set(names_of(arguments_of(kernels())))
 
 
 def test_a_missing_or_unknown_field_is_an_error() -> None:
-    found = kernels("generic")
+    found = kernels()
     values = dict.fromkeys(names_of(arguments_of(found)), 0)
     with pytest.raises(KeyError, match="window"):
         found.attention_arguments({**{n: 0 for n in values if n != "window"}, "windows": 0})
@@ -181,7 +181,7 @@ def test_kernels_refuse_unsupported_calls(form: Library, change: dict[str, int])
 
 
 def test_values_of_a_struct_exclude_addresses() -> None:
-    found = kernels("generic")
+    found = kernels()
     numbers = {name: i + 1 for i, name in enumerate(names_of(arguments_of(found)))}
     first, moved = found.attention_arguments(numbers), found.attention_arguments(numbers)
     moved.q, moved.out = 99, 100

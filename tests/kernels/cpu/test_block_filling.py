@@ -57,7 +57,7 @@ def test_repacking_strided_rows_in_pieces(form: Library, block_form: BlockForm) 
 
 @by_form
 def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
-    kernels("generic")
+    kernels()
     rows, columns = 1030, 2048  # enough for several threads
     blocks, source = random_block_bytes(rows, columns, block_form), torch.randn(rows, columns)
     fillings = [lambda weight: repack_blocks(load(), weight.narrow(0, rows), blocks)]
@@ -145,7 +145,7 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
 
 
 def test_unsuitable_operands_are_refused() -> None:
-    kernels("generic")
+    kernels()
     weight = BlockWeight.empty(3, 64, FORMS["q4_0"])
     with pytest.raises(ValueError, match="q4_0 wants"):
         repack_blocks(load(), weight.narrow(0, 3), torch.zeros(3, 35, dtype=torch.uint8))

@@ -349,7 +349,7 @@ def test_missing_blocks_and_impossible_lengths_are_refused(form: Library, new: i
 
 
 def test_unsuitable_operands_of_decoding_are_refused() -> None:
-    library, case = kernels("generic"), decode_case([4], dim=16)
+    library, case = kernels(), decode_case([4], dim=16)
     (key, value), pages, call = case.pages, case.all_pages, case.call()
 
     def refusal(q: torch.Tensor = case.q, pages: KVPages = pages, **changes: Any) -> str:

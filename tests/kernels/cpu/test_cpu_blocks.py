@@ -175,7 +175,7 @@ def test_strided_rows_other_types_and_an_output_tensor(product: Product) -> None
 @pytest.mark.quick_cases(6)
 @EVERY_FORM
 def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
-    kernels("generic")
+    kernels()
     for rows in (5, 40, 70):
         x, weight = torch.randn(rows, 700), random_blocks(1500, 700, form)
         same_on_threads(lambda x=x, weight=weight: cpu.linear_blocks(load(), x, weight))  # type: ignore[misc]
@@ -269,7 +269,7 @@ def test_zero_rows_tiny_rows_and_rows_that_are_not_finite(library_of: Library, f
 
 
 def test_a_nan_scale_affects_its_row_of_the_weight() -> None:
-    weight, library_of = random_blocks(19, 70, FORMS["q4_1"]), kernels("generic")
+    weight, library_of = random_blocks(19, 70, FORMS["q4_1"]), kernels()
     weight.scales[0, 1, 0, 5], weight.scales[1, 2, 1, 1] = torch.nan, torch.nan
     bad = cpu.linear_blocks(library_of, torch.randn(3, 70), weight).isnan().all(0)
     assert bad.nonzero().flatten().tolist() == [5, 17]
@@ -303,7 +303,7 @@ def test_products_of_unrounded_rows(library_of: Library, form: BlockForm, monkey
 @pytest.mark.parametrize("activations", ["int8", "float32"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deterministic: bool) -> None:
-    kernels("generic")
+    kernels()
     chosen = "int8" if activations == "int8" else "float32"
     backend = select_backend("cpu", dtype, torch.float32, activations=chosen, deterministic=deterministic)
     assert isinstance(backend, CompiledBackend)
@@ -345,7 +345,7 @@ def test_recorded_products_are_repeated(library_of: Library, activations: str, m
 
 
 def test_unsuitable_operands_are_refused() -> None:
-    kernels("generic")
+    kernels()
     weight = random_blocks(3, 8, FORMS["q4_0"])
     for x, bias in ((torch.randn(2, 7), None), (torch.randn(8), None), (torch.randn(2, 8), torch.randn(4))):
         with pytest.raises(ValueError, match="linear_blocks"):
@@ -512,14 +512,14 @@ def test_unsuitable_operands_of_the_matrix_unit_are_refused(matrix_unit: Product
     with pytest.raises(ValueError, match="64 columns"):
         matrix_unit(torch.randn(3, 65), weight)
     with pytest.raises(ValueError, match="no matrix unit"):
-        Product(kernels("generic"), True)(torch.randn(3, 64), weight)
+        Product(kernels(), True)(torch.randn(3, 64), weight)
     narrow = filled_panels(torch.randn(20, 64).bfloat16())
     with pytest.raises(ValueError, match="float32 times"):
         matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(3, 64), narrow)
     with pytest.raises(ValueError, match="elements of a row are apart"):
         matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(64, 3).bfloat16().t(), narrow)
     with pytest.raises(ValueError, match="no matrix unit"):
-        matmul_bindings.linear_panels_amx(kernels("generic"), torch.randn(3, 64).bfloat16(), narrow)
+        matmul_bindings.linear_panels_amx(kernels(), torch.randn(3, 64).bfloat16(), narrow)
 
 
 def test_backends_that_may_round_use_the_matrix_unit_for_many_rows() -> None:

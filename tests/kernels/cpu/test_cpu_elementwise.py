@@ -186,7 +186,7 @@ def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Libra
 
 
 def test_unsuitable_operands_are_refused() -> None:
-    form, x = kernels("generic"), torch.randn(3, 8)
+    form, x = kernels(), torch.randn(3, 8)
     for call, says in (
         (lambda: elementwise_bindings.activate(form, x, "tanh"), "unknown activation"),
         (lambda: elementwise_bindings.activate(form, x.double(), "silu"), "float64"),
@@ -219,7 +219,7 @@ def test_nothing_past_the_rows_of_norms_and_gates_is_read(form: Library) -> None
 
 
 def test_unsuitable_operands_of_norms_and_gates_are_refused() -> None:
-    kernels("generic")
+    kernels()
     x = torch.randn(2, 8)
     with pytest.raises(ValueError, match="weight"):
         cpu.rms_norm(load(), x, torch.ones(7), 1e-5)

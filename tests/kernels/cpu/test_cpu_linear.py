@@ -24,7 +24,7 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 def panels(weight: Tensor, form: Library | None = None) -> PanelWeight:
     """Fill panels, by default with the generic kernels. `test_packed_rows_are_unpacked_unchanged` compares the others."""
     result = PanelWeight.empty(*weight.shape, weight.dtype)
-    cpu.pack_panels(form or kernels("generic"), result.narrow(0, weight.shape[0]), weight)
+    cpu.pack_panels(form or kernels(), result.narrow(0, weight.shape[0]), weight)
     return result
 
 
@@ -175,7 +175,7 @@ def test_bfloat16_results_round_to_nearest_even(form: Library) -> None:
 
 
 def test_unsuitable_operands_are_refused() -> None:
-    kernels("generic")
+    kernels()
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
     cases = [
         (x[:, :7], weight, None, "shapes"),
@@ -197,7 +197,7 @@ def test_unsuitable_operands_are_refused() -> None:
 
 @pytest.mark.parametrize(("rows", "times"), [(2, 1), (192, 1), (193, 0), (4096, 0)])
 def test_few_rows_are_multiplied_by_the_kernel(rows: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
+    kernels()
     calls, small = [], cpu.linear_small
     monkeypatch.setattr(
         "windlass.kernels.cpu.matmul_bindings.linear_small", lambda *a, **k: calls.append(a) or small(*a, **k)
@@ -279,7 +279,7 @@ def test_strided_sources_are_rounded(form: Library) -> None:
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_panels_are_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
+    kernels()
     monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
     x, weight, bias = torch.randn(40, 97), torch.randn(203, 97).to(dtype), torch.randn(203)
     assert_linear(x, weight, bias, cpu.linear_panels_widened(load(), x, panels(weight), bias))
@@ -287,7 +287,7 @@ def test_panels_are_widened_block_by_block(dtype: torch.dtype, monkeypatch: pyte
 
 @pytest.mark.parametrize("rows", [1, 12, 512, 513, 600])
 def test_backends_multiply_by_panels(rows: int) -> None:
-    kernels("generic")
+    kernels()
     x, weight = torch.randn(rows, 96), torch.randn(200, 96).bfloat16()
     laid_out = panels(weight)
     assert_linear(x, weight, None, select_backend("cpu", weight_dtype=torch.bfloat16).linear(x, laid_out))
@@ -298,7 +298,7 @@ def test_backends_multiply_by_panels(rows: int) -> None:
 
 @pytest.mark.slow
 def test_backends_choose_panels_for_16_bits_without_native_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
+    kernels()
     wide, narrow = torch.float32, torch.bfloat16
 
     def lays_out_panels(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu", **options: bool) -> bool:
@@ -324,7 +324,7 @@ def test_backends_choose_panels_for_16_bits_without_native_products(monkeypatch:
 
 
 def test_unsuitable_panels_are_refused() -> None:
-    kernels("generic")
+    kernels()
     weight = panels(torch.randn(20, 8).bfloat16())
     with pytest.raises(ValueError, match="float32"):
         PanelWeight.empty(2, 2, torch.float32)

@@ -204,7 +204,7 @@ def test_bits_of_a_row_depend_on_its_own_ranges_only(form: Library, page_type: t
 )
 def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks, slopes):  # type: ignore[no-untyped-def]
     """Use both backends with the fastest instruction set of this machine."""
-    kernels("generic")
+    kernels()
     torch.manual_seed(seed)
     case = case_of(shapes, count, seed, page_type=page_type, sinks=torch.randn(4) * 3 if sinks else None)
     case.slopes = SLOPES if slopes else None
@@ -216,7 +216,7 @@ def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks, slopes):
 
 
 def test_deterministic_bits_do_not_depend_on_chunks() -> None:
-    kernels("generic")
+    kernels()
     backend = select_backend("cpu", deterministic=True)
     q, pages, call = case_of([(300, 75)], 7).operands()
     whole = backend.paged_attention(q, pages, call)

@@ -71,7 +71,7 @@ def test_angles_of_rows_and_groups(form: Library) -> None:
 
 
 def test_unsuitable_operands_of_angles_are_refused() -> None:
-    kernels("generic")
+    kernels()
     inv_freq, index = torch.rand(1, 2, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="float32"):
         cpu.rotary_angles(load(), inv_freq.float(), index, index)
@@ -186,7 +186,7 @@ def test_a_slot_past_the_pages_changes_nothing(form: Library) -> None:
 
 
 def test_unsuitable_operands_of_appending_are_refused() -> None:
-    kernels("generic")
+    kernels()
     q, k, pages = torch.randn(2, 2, 16), torch.randn(2, 1, 16), torch.zeros(2, 4, 1, 16)
     narrow, codes, other = k.bfloat16(), pages.to(torch.int8), torch.randn(2, 2, 16)
     half, ones, slots = torch.zeros(2, 8), torch.ones(2), torch.tensor([0, 1])
@@ -363,7 +363,7 @@ def test_values_move_only_on_request() -> None:
 
 
 def test_unsuitable_operands_of_rerotation_are_refused() -> None:
-    kernels("generic")
+    kernels()
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
     codes = KVPages(pages.key.to(torch.int8), pages.value.to(torch.int8))
     with pytest.raises(ValueError, match="int8"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,20 +16,21 @@ import pytest
 from helpers.cpu_kernels import kernels, look_again
 
 from windlass.kernels.cpu import library
+from windlass.kernels.cpu.build import FLAGS, fingerprint, objects
 from windlass.kernels.cpu.elementwise_bindings import CompiledSamplingRow
 from windlass.kernels.cpu.library import SIGNATURES
-from windlass.kernels.cpu.sources import fingerprint
 
 SOURCES = Path(__file__).parents[3] / "kernels" / "cpu" / "src"
 HEADERS = sorted(path.name for path in SOURCES.glob("*.h"))
 # The instruction set that includes every header, in its portable form.
-DEFINES = "-DWINDLASS_PORTABLE -DWINDLASS_ISA=avx512_vnni -DWINDLASS_LANES=16 -DWINDLASS_VNNI -DWINDLASS_BF16"
+DEFINES = "-DWINDLASS_PORTABLE -DWINDLASS_ISA=avx512_amx -include isa.h"
 ROOT = Path(__file__).parents[3]
 ARM_TOOLS = "aarch64-linux-gnu-"
+MATRIX = {"linear_blocks_amx", "linear_panels_amx"}
 
 
 def test_struct_sizes_equal_those_of_the_compiler() -> None:
-    kernels("generic")
+    kernels()
     handle = ctypes.CDLL(str(library.find()))
     assert library.differing_structs(handle) == []
     assert handle.windlass_struct_size(b"SamplingRow") == ctypes.sizeof(CompiledSamplingRow)
@@ -39,7 +39,7 @@ def test_struct_sizes_equal_those_of_the_compiler() -> None:
 
 @pytest.mark.parametrize("name", library.SIZES)
 def test_a_library_with_another_size_is_not_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
+    kernels()
     compiled = library.SIZES[name]
     monkeypatch.setitem(library.SIZES, name, compiled + 8)
     look_again(monkeypatch)
@@ -51,7 +51,7 @@ def test_a_library_with_another_size_is_not_loaded(name: str, monkeypatch: pytes
 
 
 def test_a_library_without_struct_sizes_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("generic")
+    kernels()
     older = ctypes.CDLL(None)  # a library without these functions
     monkeypatch.setattr(ctypes, "CDLL", lambda path: older)
     look_again(monkeypatch)
@@ -60,11 +60,11 @@ def test_a_library_without_struct_sizes_is_not_loaded(monkeypatch: pytest.Monkey
 
 def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Structs may be equal although a function has another argument; only the sources show that."""
-    kernels("generic")
+    kernels()
     look_again(monkeypatch)
-    monkeypatch.setattr(library, "fingerprint", lambda folder: fingerprint(folder)[:-1] + "x")
+    monkeypatch.setattr(library, "fingerprint", lambda: fingerprint()[:-1] + "x")
     assert "(compiled from other sources): install a C++ compiler" in str(library.unavailable_reason())
-    monkeypatch.setattr(library, "fingerprint", lambda folder: "")  # a package without them: nothing to compare with
+    monkeypatch.setattr(library, "fingerprint", lambda: "")  # a package without them: nothing to compare with
     assert library.unavailable_reason() is None or "=off" in str(library.unavailable_reason())
 
 
@@ -99,14 +99,24 @@ def run_with(isa: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_environment_forces_a_lower_instruction_set_or_none() -> None:
-    kernels("generic")
-    assert run_with("generic").splitlines() == ["generic", "compiled CPU kernels (generic)", "[[4.0, 4.0]]"]
+def test_the_environment_selects_a_compiled_instruction_set_or_none() -> None:
+    path = kernels().path
+    slowest = library.runnable(path)[0]
+    assert run_with(slowest).splitlines() == [slowest, f"compiled CPU kernels ({slowest})", "[[4.0, 4.0]]"]
     assert run_with("off").splitlines()[1:] == [
         "plain torch kernels: WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
         "WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
     ]
-    assert "WINDLASS_CPU_ISA=mmx is not one of generic" in run_with("mmx")
+    assert f"WINDLASS_CPU_ISA=mmx is not one of {slowest}" in run_with("mmx")
+
+
+def test_a_library_for_other_processors_only_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = library.runnable(kernels().path)
+    look_again(monkeypatch)
+    monkeypatch.setattr(library, "supported", lambda handle: ("another",))
+    reason = str(library.unavailable_reason())
+    assert f"compiled for {compiled[0]}" in reason and "which this processor does not support" in reason
+    assert "pip install -e . again (in a clone, make serve does)" in reason
 
 
 # -- compilation -----------------------------------------------------------------------------------------------------
@@ -131,27 +141,24 @@ def test_headers_compile_alone_and_twice_in_a_file() -> None:
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The package's sources compiled for ARM with its own flags, by the name of the instruction set."""
+def arm_objects(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """The units compiled for ARM, by unit and instruction set."""
     if shutil.which(f"{ARM_TOOLS}g++") is None:
         pytest.skip("no cross compiler for ARM (g++-aarch64-linux-gnu)")
-    extension = runpy.run_path(str(ROOT / "setup.py"))["kernels"]
-    folder = tmp_path_factory.mktemp("arm")
-    flags = ["-O1" if flag.startswith("-O") else flag for flag in extension.extra_compile_args]
-    built = {}
-    for source in extension.sources:
-        target = folder / f"{Path(source).stem}.o"
-        subprocess.run(
-            [f"{ARM_TOOLS}g++", *flags, "-fPIC", "-c", source, "-o", target], cwd=ROOT, check=True, timeout=120
-        )
-        built[target.stem.removeprefix("isa_")] = target
+    folder, built = tmp_path_factory.mktemp("arm"), {}
+    for unit, isa in objects(("generic", "neon", "neon_dot")):
+        built[unit, isa] = folder / f"{unit}.{isa}.o"
+        source = SOURCES / f"unit_{unit}.cpp"
+        command = [f"{ARM_TOOLS}g++", "-O1", *FLAGS, f"-DWINDLASS_ISA={isa}", "-c", source, "-o", built[unit, isa]]
+        subprocess.run(command, check=True, timeout=120)
     return built
 
 
 @pytest.fixture(scope="module")
-def listing(objects: dict[str, Path]) -> Callable[..., str]:
+def listing(arm_objects: dict[tuple[str, str], Path]) -> Callable[..., str]:
     def of(tool: str, *arguments: str) -> str:
-        command = [f"{ARM_TOOLS}{tool}", *arguments[:-1], objects[arguments[-1]]]
+        files = [path for (_, isa), path in arm_objects.items() if isa == arguments[-1]]
+        command = [f"{ARM_TOOLS}{tool}", *arguments[:-1], *files]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
     return of
@@ -163,13 +170,8 @@ def exported(symbols: str) -> set[str]:
 
 def test_arm_objects_have_every_function(listing: Callable[..., str]) -> None:
     for isa in ("generic", "neon"):
-        assert exported(listing("nm", isa)) >= {f"windlass_{name}_{isa}" for name in SIGNATURES}
+        assert exported(listing("nm", isa)) >= {f"windlass_{name}_{isa}" for name in set(SIGNATURES) - MATRIX}
     assert "windlass_linear_blocks_neon_dot" in exported(listing("nm", "neon_dot"))
-
-
-def test_objects_of_other_processors_are_empty(objects: dict[str, Path], listing: Callable[..., str]) -> None:
-    for isa in set(objects) - {"generic", "neon", "neon_dot"}:
-        assert not exported(listing("nm", isa))
 
 
 def test_only_neon_dot_uses_dot_products(listing: Callable[..., str]) -> None:

@@ -34,7 +34,7 @@ def compiled() -> CompiledBackend:
 
 @pytest.fixture
 def backend() -> CompiledBackend:
-    kernels("generic")
+    kernels()
     return compiled()
 
 

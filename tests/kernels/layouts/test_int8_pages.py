@@ -470,7 +470,7 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str, kv_heads: int, le
 def test_mixed_batches_of_heads_on_every_backend(
     compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose(monkeypatch, kernels("generic") if compiled else "turned off by this test")
+    choose(monkeypatch, kernels() if compiled else "turned off by this test")
     pages = head_pages(2, 16, 16, blocks=30, size=16)
     table = torch.randperm(30).view(3, 10).int()
     q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5
@@ -489,7 +489,7 @@ def rerotate_nothing(pages: KVPages) -> None:
 
 
 def test_unsuitable_scales_are_refused() -> None:
-    kernels("generic")
+    kernels()
     pages, q = head_pages(2, 16, 16), torch.randn(1, 4, 16)
     key, value, scale = pages.key, pages.value, pages.key_scale
     assert scale is not None
@@ -505,7 +505,7 @@ def test_unsuitable_scales_are_refused() -> None:
 
 
 def test_unsuitable_codes_are_refused() -> None:
-    kernels("generic")
+    kernels()
     pages, other = head_pages(2, 16, 16), head_pages(2, 20, 16, blocks=2)
     rerotate_nothing(pages)
     rows = torch.zeros(3, 16, 2, 16, dtype=torch.int8)
@@ -667,7 +667,7 @@ def test_nan_of_a_group_affects_exactly_the_rows_that_see_it(name: str) -> None:
 def test_mixed_batches_of_rows_on_every_backend(
     compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose(monkeypatch, kernels("generic") if compiled else "turned off by this test")
+    choose(monkeypatch, kernels() if compiled else "turned off by this test")
     q, coded, floats, call = case_of(96, 6, [(50, 40), (139, 1), (0, 20), (30, 3)])
     own = select_backend("cpu", deterministic=deterministic)
     got = own.paged_attention(q, coded, call)
@@ -680,7 +680,7 @@ def test_mixed_batches_of_rows_on_every_backend(
 
 @pytest.mark.parametrize("shapes", [[(1030, 1), (70, 1)], [(70, 1)]])
 def test_threads_do_not_change_the_bits_of_rows(shapes: list[tuple[int, int]]) -> None:
-    form = kernels("generic")
+    form = kernels()
     q, coded, _, call = case_of(576, 16, shapes)
     same_on_threads(lambda: cpu.paged_attention_decode(form, q, coded, call), 1, 3)
 

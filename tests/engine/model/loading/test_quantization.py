@@ -175,7 +175,7 @@ def test_unsupported_options_are_refused_with_a_remedy(models: dict[str, Path]) 
 
 def test_kernels_are_compiled_here() -> None:
     """Otherwise the tests above compare the reference with itself."""
-    kernels("generic")
+    kernels()
 
 
 def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:

@@ -1,6 +1,8 @@
-// Kernels for any processor: the compiler lowers the vectors to whatever the base instruction set has.
-// Also reports which other instruction sets this processor can run, and the fields and sizes of structs shared with Python.
+// Functions that exist once in the library: which instruction sets this processor supports, which were compiled, and the fields and
+// sizes of structs shared with Python.
 
+#include "attention_call.h"
+#include "shared_structs.h"
 #include "system_headers.h"
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -8,12 +10,10 @@
 #include <sys/sysctl.h>
 #endif
 
-#define WINDLASS_ISA generic
-#define WINDLASS_LANES 4
-#include "kernels.h"
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
-#ifndef WINDLASS_SOURCES
-#error "pass -DWINDLASS_SOURCES with the fingerprint that kernels/cpu/sources.py gives"
+#if !defined(WINDLASS_SOURCES) || !defined(WINDLASS_ISAS)
+#error "kernels/cpu/build.py passes -DWINDLASS_SOURCES and -DWINDLASS_ISAS"
 #endif
 
 #if defined(__aarch64__)
@@ -45,7 +45,7 @@ static bool has_matrix_unit() {
 }
 #endif
 
-// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 avx512_bf16, 6 avx512_amx, 7 neon, 8 neon_dot.
+// Whether this processor supports an instruction set. level: as in isa.h.
 EXPORT int windlass_can_run(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -67,8 +67,9 @@ EXPORT int windlass_can_run(int level) {
     return level == 0;
 }
 
-// Fingerprint of the compiled sources (kernels/cpu/sources.py).
-EXPORT const char *windlass_sources() { return WINDLASS_SOURCES; }
+// Fingerprint of the compiled sources, and the compiled instruction sets, separated by commas (kernels/cpu/build.py).
+EXPORT const char *windlass_sources() { return "windlass sources " WINDLASS_SOURCES; }
+EXPORT const char *windlass_isas() { return "windlass isas " WINDLASS_ISAS; }
 
 // Type letters of Python's struct module.
 template <class T> struct TypeLetter;

@@ -1,0 +1,5 @@
+// Products with weights in quantized blocks.
+
+#include "isa.h"
+
+#include "block_linear.h"
