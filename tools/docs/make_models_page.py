@@ -142,9 +142,9 @@ These models are served to compare with. Nothing scales here: a `rope_scaling` i
 
 * **ALiBi** (BLOOM, Falcon-RW, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
   [used anywhere](guides/endless-generation.md). Tests compare that with transformers on the text that is left, with one layer,
-  whose keys do not depend on dropped tokens. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
-  of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds ALiBi twice, and
-  without the bfloat16 that transformers rounds it to.
+  whose keys do not depend on dropped tokens. Sinks in front of a window are refused: scores fall with distance, so nothing
+  would be seen of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds
+  ALiBi twice, and without the bfloat16 that transformers rounds it to.
 * **Learned positions** are part of every key and value. So there is no shift, passages are not reused, and no context is
   longer than the table.
 
