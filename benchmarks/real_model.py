@@ -97,7 +97,7 @@ def page(docs: Path) -> str:
     first = next(iter(reports.values()))
     lines = [_MARK, "# Long texts and a real model", ""]
     lines += [
-        f"The same questions as on the bundled model ([scalings](rope_sweep.md), [stale keys](stale-keys.md)), asked of "
+        f"Perplexity by position, hidden numbers, stale keys and caches of "
         f"{first['model']}. Texts are whole documents of Debian packages, each read from its beginning; "
         "`benchmarks/real_model.py texts` extracts them and records their versions. Brackets hold a change in per cent and its "
         "95 % interval (Student's t over texts, paired: every row reads the same texts). Weights, activations and caches are "
@@ -132,7 +132,7 @@ def page(docs: Path) -> str:
         lines += ["## Stale keys", ""]
         lines += [
             f"Dynamic NTK of factor {report['factor']:g}, read as if generated token by token, by "
-            f"[each policy](stale-keys.md). In brackets the change against `recompute`. {names}; {report['date']}.",
+            f"each policy. In brackets the change against `recompute`. {names}; {report['date']}.",
             "",
             stale_keys_model.table(report),
             "",

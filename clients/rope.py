@@ -24,8 +24,9 @@ class CommonFields(SectionFields, total=False):
 class RopeScaling(dict[str, Any]):
     """A `rope_scaling` object. It is a dict, so JSON encoders and `extra_body` of `openai` accept it.
 
-    There is one builder per kind; docs/rotary.md describes the fields. A field that is None is left out, and the server derives
-    it from the model. Numbers and lists may be numpy's. The server validates the values: BadRequestError names the field.
+    There is one builder per kind; docs/reference/rotary-scaling.md describes the fields. A field that is None is left out, and
+    the server derives it from the model. Numbers and lists may be numpy's. The server validates the values: BadRequestError
+    names the field.
     """
 
     @classmethod

@@ -18,7 +18,7 @@ from windlass.server.errors import bad_request
 from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.pooling import PromptRequest
 
-DEFAULT_RECOMPUTE = 0.15  # fraction of a passage, at its head; from the table in docs/endless-context.md
+DEFAULT_RECOMPUTE = 0.15  # fraction of a passage, at its head; from the table in docs/guides/endless-generation.md
 
 
 def resolve_context_rule(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:

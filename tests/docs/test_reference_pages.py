@@ -60,7 +60,12 @@ def names_in(text: str) -> set[str]:
     return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w-]+", code)}
 
 
-HTTP, SERVING, ROTARY, MONITORING = read("http.md"), read("serving.md"), read("rotary.md"), read("monitoring.md")
+HTTP, SERVING, ROTARY, MONITORING = (
+    read("http.md"),
+    read("serving.md"),
+    read("reference/rotary-scaling.md"),
+    read("monitoring.md"),
+)
 RESPONSES = read("responses.md")
 MESSAGES = read("messages.md")
 COMMON = section(HTTP, "## Fields of both generation endpoints")

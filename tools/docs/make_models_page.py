@@ -75,7 +75,8 @@ bits. On a GPU it is refused.
 ## Gemma 4
 
 * **Two kinds of layers.** Local ones have heads of 256 numbers, see a window and turn every pair. Global ones have heads of 512,
-  of which [a quarter of the pairs turn](rotary.md#proportional). In 12B and larger the projection of keys is that of values too.
+  of which [a quarter of the pairs turn](reference/rotary-scaling.md#proportional). In 12B and larger the projection of keys is
+  that of values too.
 * **Layers that read the keys of earlier ones** (the last 20 of 35 in E2B). They have no place in the cache. As they leave nothing
   behind of a token, only the last one of a prompt goes through them, unless log-probabilities of the prompt, vectors, windows or
   shifted contexts are asked for. A prompt of 1,024 tokens of E2B's shape went at 352 and 373 tokens a second so, and at 119 and
@@ -140,10 +141,10 @@ UNROTATED = """
 These models are served to compare with. Nothing scales here: a `rope_scaling` is refused with the reason.
 
 * **ALiBi** (BLOOM, Falcon-RW, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
-  [used anywhere](endless-context.md). Tests compare that with transformers on the text that is left, with one layer, whose keys
-  do not depend on dropped tokens. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
-  of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds ALiBi twice, and
-  without the bfloat16 that transformers rounds it to.
+  [used anywhere](guides/endless-generation.md). Tests compare that with transformers on the text that is left, with one layer,
+  whose keys do not depend on dropped tokens. Sinks in front of a window are refused: scores fall with distance, so nothing
+  would be seen of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds
+  ALiBi twice, and without the bfloat16 that transformers rounds it to.
 * **Learned positions** are part of every key and value. So there is no shift, passages are not reused, and no context is
   longer than the table.
 

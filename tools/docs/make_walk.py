@@ -1,4 +1,4 @@
-"""Draw docs/guide/walk.svg: a vector plus a sinusoid, and the same vector rotated, position by position.
+"""Draw docs/internals/pictures/walk.svg: a vector plus a sinusoid, and the same vector rotated, position by position.
 
 python tools/docs/make_walk.py
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-OUT = Path(__file__).resolve().parents[2] / "docs" / "guide" / "walk.svg"
-X = (0.9, 0.4)  # the vector of docs/guide/order.md
+OUT = Path(__file__).resolve().parents[2] / "docs" / "internals" / "pictures" / "walk.svg"
+X = (0.9, 0.4)
 PLACES = 13  # two turns of a pair of speed 1, a little more than once in 6.3 places
 SECONDS_A_PLACE = 0.9
 SCALE, CENTRE, SIDE = 84.0, ((112.0, 205.0), (175.0, 205.0)), 340.0

@@ -30,7 +30,7 @@ SEE = {
     "cache-on-disk.md": ("kv_persist", "kv_persist_size"),
     "security.md#what-a-key-does-not-share": ("shared_prefix_cache",),
     "embeddings.md#rerankers-that-answer": ("rerank_tokens", "rerank_template"),
-    "endless-context.md": (
+    "guides/endless-generation.md": (
         "context_overflow",
         "shift_context",
         "max_total_tokens",
@@ -45,7 +45,7 @@ SEE = {
     "reasoning.md": ("reasoning_parser",),
     "replay.md": ("record", "record_text", "record_limit"),
     "responses.md#what-is-kept": ("response_store",),
-    "rotary.md": ("rope_scaling", "rope_update"),
+    "reference/rotary-scaling.md": ("rope_scaling", "rope_update"),
     "scale.md": ("tensor_parallel", "replicas", "pin_cores"),
     "serving.md#connections": ("max_connections", "header_timeout", "keep_alive_timeout", "write_timeout"),
     "serving.md#engine-restarts": ("crash_dir",),

@@ -301,8 +301,11 @@ def test_page_of_another_author_is_not_overwritten(
 ) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
-    sources = (ROOT / "docs" / "real-model.md", BENCHMARKS / "results" / "real_model_sweep.json")
-    before = {path.name: (docs / path.name).write_bytes(path.read_bytes()) for path in sources}
+    sources = {
+        "real-model.md": ROOT / "docs" / "internals" / "evidence.md",
+        "real_model_sweep.json": BENCHMARKS / "results" / "real_model_sweep.json",
+    }
+    before = {name: (docs / name).write_bytes(path.read_bytes()) for name, path in sources.items()}
     for words in (["--page-only"], [str(tmp_path / "model")]):
         monkeypatch.setattr(sys, "argv", ["x", *words, *_folders(tmp_path)])
         with pytest.raises(SystemExit):

@@ -227,5 +227,9 @@ def test_gallery_is_up_to_date() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
-    assert page == module.page(), "run tools/docs/make_gallery.py"
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert sorted(module.kinds_of(page)) == sorted(KINDS)
+    assert page == module.updated(page), "run tools/docs/make_gallery.py"
+    assert all(
+        f"](pictures/{name}.png)" in page and (module.PICTURES / f"{name}.png").exists() for name in module.SHOWN
+    )
