@@ -160,7 +160,7 @@ def test_generated_tables_are_up_to_date(generator):
 def test_an_outdated_table_is_reported(generator):
     text = "before\n<!-- generated: neutral values -->\nold\n<!-- end -->\nafter"
     new = generator.updated(text)
-    assert new.startswith("before\n") and new.endswith("<!-- end -->\nafter") and "| `n_probs` | `0` |" in new
+    assert new.startswith("before\n") and new.endswith("\n\n<!-- end -->\nafter") and "| `n_probs` | `0` |" in new
     assert generator.updated(new) == new
 
 

@@ -507,7 +507,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def updated(text: str) -> str:
     """The text of a page with its tables generated again."""
-    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def pages() -> dict[Path, list[str]]:
