@@ -713,7 +713,7 @@ class MetricSample(ResponseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(ResponseModel):
-    """The samples of /metrics in order. docs/http.md lists the names."""
+    """The samples of /metrics in order. docs/reference/metrics.md lists the names."""
 
     samples: tuple[MetricSample, ...] = ()
 

@@ -190,12 +190,16 @@ class CallerCollector(Collector):
         self._callers = callers
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("windlass_caller_requests", "Requests admitted, by caller.", labels=["caller"])
+        requests = CounterMetricFamily(
+            "windlass_caller_requests", "Requests admitted, by caller (--api-key-file).", labels=["caller"]
+        )
         tokens = CounterMetricFamily(
-            "windlass_caller_tokens", "Tokens of prompts and of answers, by caller.", labels=["caller", "kind"]
+            "windlass_caller_tokens", "Tokens by caller and kind: prompt or generated.", labels=["caller", "kind"]
         )
         refused = CounterMetricFamily(
-            "windlass_caller_refused", "Requests refused with 429, by caller and limit.", labels=["caller", "limit"]
+            "windlass_caller_refused",
+            "Requests refused with status 429, by caller and limit.",
+            labels=["caller", "limit"],
         )
         for name, usage in sorted(self._callers.usage.items()):
             requests.add_metric([name], usage.requests)

@@ -35,7 +35,7 @@ class BriefHelp(TyperCommand):
         rare, named, epilog = [], [], self.epilog
         if ctx.meta.get(_HELP_ALL):
             variables = ", ".join(str(each.envvar) for each in without_flag)
-            self.epilog = f"Variables without an option: {variables}. docs/options.md describes them."
+            self.epilog = f"Variables without an option: {variables}. docs/reference/options.md describes them."
         else:
             panels = [
                 each for each in self.params if getattr(each, "rich_help_panel", None) and each not in without_flag

@@ -14,20 +14,32 @@ from windlass.engine.interface.outputs import EngineStats
 
 # Metrics with the same names here and in vLLM: fields of `EngineStats`, and descriptions.
 SHARED_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences the engine is working on."),
-    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "num_requests_running": ("num_running", "Sequences that the engine is computing."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait to be scheduled."),
+    "kv_cache_usage_perc": (
+        "kv_cache_usage",
+        "Share of KV blocks held by live requests, 0 to 1, in the fullest KV group.",
+    ),
 }
 
 SHARED_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks, which start again."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens searched in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed or taken from the cache."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
-    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
-    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
-    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted."),
+    "spec_decode_num_drafts": (
+        "spec_decode_num_drafts",
+        "Proposals of speculative decoding (--speculative-ngram, --speculative-model, --speculative-mtp).",
+    ),
+    "spec_decode_num_draft_tokens": (
+        "spec_decode_num_draft_tokens",
+        "Tokens in the proposals of speculative decoding.",
+    ),
+    "spec_decode_num_accepted_tokens": (
+        "spec_decode_num_accepted_tokens",
+        "Proposed tokens that were accepted: the model would have chosen them itself.",
+    ),
 }
 
 

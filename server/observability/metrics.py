@@ -72,11 +72,14 @@ class ScalingCollector(Collector):
             prompt[name] += tokens.prompt_tokens
             generated[name] += tokens.completion_tokens
         shown = GaugeMetricFamily(
-            "windlass_scaling_requests_running", "Requests that run, by rotary scaling.", labels=["scaling"]
+            "windlass_scaling_requests_running",
+            "Running requests by rotary scaling: the name of a profile, a kind, auto, or default without rope_scaling.",
+            labels=["scaling"],
         )
         counted = CounterMetricFamily(
             "windlass_scaling_tokens",
-            "Tokens of prompts and of answers, by rotary scaling.",
+            "Tokens of generation requests, by rotary scaling and kind (prompt, generated), counted as they are generated. The "
+            "last tokens of an aborted request may be missing here.",
             labels=["scaling", "kind"],
         )
         for name in sorted(prompt):
@@ -95,63 +98,81 @@ _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _LONG_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 
 _GAUGES = SHARED_GAUGES | {
-    "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
-    "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests."),
+    "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache, over all KV groups."),
+    "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests, over all KV groups."),
     "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
-    "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
+    "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters, in bytes."),
     "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
 }
 
 _COUNTERS = SHARED_COUNTERS | {
     "engine_steps": ("num_steps", "Steps of the engine."),
-    "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
-    "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model among them."),
-    "spec_decode_model_num_draft_tokens": ("spec_decode_model_num_draft_tokens", "Tokens proposed by the draft model."),
+    "key_moves": ("key_moves", "Cached tokens whose keys were rotated to other frequencies (rope_update rotate)."),
+    "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model or the MTP layer."),
+    "spec_decode_model_num_draft_tokens": (
+        "spec_decode_model_num_draft_tokens",
+        "Tokens in the proposals of the draft model or the MTP layer.",
+    ),
     "spec_decode_model_num_accepted_tokens": (
         "spec_decode_model_num_accepted_tokens",
-        "Tokens proposed by the draft model that were accepted.",
+        "Tokens proposed by the draft model or the MTP layer that were accepted.",
     ),
-    "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
-    "dropped_tokens": ("dropped_tokens", "Tokens dropped by them."),
-    "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),
-    "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
+    "context_shifts": ("context_shifts", "Context shifts: times that a sequence dropped its oldest tokens."),
+    "dropped_tokens": ("dropped_tokens", "Tokens dropped by context shifts."),
+    "reused_passages": ("reused_passages", "Cached passages reused at another offset of a prompt."),
+    "reused_tokens": ("reused_tokens", "Tokens of reused passages that were not computed again."),
 }
 
 # Cached blocks in files and in host memory: fields of `PersistStats`.
 _PERSIST_GAUGES = {
-    "kv_persist_waiting_blocks": ("persist.waiting_blocks", "KV blocks that wait to be written to files."),
-    "kv_persist_known_blocks": ("persist.known_blocks", "KV blocks in files that this engine may use."),
-    "kv_persist_disk_bytes": ("persist.disk_bytes", "Bytes of all files in the folder of KV blocks."),
-    "kv_host_blocks": ("persist.host_blocks", "KV blocks of a GPU that the host's memory holds."),
-    "kv_host_bytes": ("persist.host_bytes", "Bytes of them."),
+    "kv_persist_waiting_blocks": (
+        "persist.waiting_blocks",
+        "Blocks that wait to be written to files of the cache (--kv-persist).",
+    ),
+    "kv_persist_known_blocks": ("persist.known_blocks", "Blocks in files that this engine may use."),
+    "kv_persist_disk_bytes": ("persist.disk_bytes", "Bytes of all files in the folder of --kv-persist."),
+    "kv_host_blocks": ("persist.host_blocks", "Blocks in the host tier (--kv-host-memory)."),
+    "kv_host_bytes": ("persist.host_bytes", "Bytes of the blocks in the host tier."),
 }
 
 _PERSIST_COUNTERS = {
-    "kv_persist_written_blocks": ("persist.written_blocks", "KV blocks written to files."),
-    "kv_persist_written_bytes": ("persist.written_bytes", "Bytes of them."),
-    "kv_persist_read_blocks": ("persist.read_blocks", "KV blocks read from files."),
-    "kv_persist_read_bytes": ("persist.read_bytes", "Bytes of them."),
+    "kv_persist_written_blocks": ("persist.written_blocks", "Blocks written to files."),
+    "kv_persist_written_bytes": ("persist.written_bytes", "Bytes written to files."),
+    "kv_persist_read_blocks": ("persist.read_blocks", "Blocks read from files."),
+    "kv_persist_read_bytes": ("persist.read_bytes", "Bytes read from files."),
     "kv_persist_restored_tokens": (
         "persist.restored_tokens",
-        "Prompt tokens whose KV blocks came back from files or the host's memory.",
+        "Prompt tokens whose blocks were restored from files or the host tier.",
     ),
-    "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files of KV blocks that their checksum betrayed."),
-    "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name says."),
-    "kv_persist_lost_blocks": ("persist.lost_blocks", "KV blocks evicted before they were written."),
-    "kv_persist_evicted_blocks": ("persist.evicted_blocks", "Files of KV blocks removed to hold the cap."),
-    "kv_persist_failures": ("persist.failures", "Failures to read, write or copy KV blocks."),
+    "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files whose contents do not match their checksum."),
+    "kv_persist_foreign_blocks": (
+        "persist.foreign_blocks",
+        "Complete files that hold another block than their name states.",
+    ),
+    "kv_persist_lost_blocks": (
+        "persist.lost_blocks",
+        "Blocks evicted before they were written: the disk is slower than the model.",
+    ),
+    "kv_persist_evicted_blocks": (
+        "persist.evicted_blocks",
+        "Files that this server deleted to respect the size limit.",
+    ),
+    "kv_persist_failures": ("persist.failures", "Failures to read, write or copy blocks."),
     "kv_host_saved_blocks": (
         "persist.host_saved_blocks",
-        "KV blocks copied to the host's memory as a GPU's cache evicted them.",
+        "Blocks copied to the host tier when the GPU's cache evicted them.",
     ),
-    "kv_host_saved_bytes": ("persist.host_saved_bytes", "Bytes of them."),
-    "kv_host_read_blocks": ("persist.host_read_blocks", "KV blocks copied back from the host's memory."),
-    "kv_host_read_bytes": ("persist.host_read_bytes", "Bytes of them."),
+    "kv_host_saved_bytes": ("persist.host_saved_bytes", "Bytes copied to the host tier."),
+    "kv_host_read_blocks": ("persist.host_read_blocks", "Blocks copied back from the host tier."),
+    "kv_host_read_bytes": ("persist.host_read_bytes", "Bytes copied back from the host tier."),
     "kv_host_lost_blocks": (
         "persist.host_lost_blocks",
-        "KV blocks that a GPU's cache evicted and no copy was made of.",
+        "Blocks that the GPU's cache evicted without a copy.",
     ),
-    "kv_host_evicted_blocks": ("persist.host_evicted_blocks", "KV blocks in the host's memory given up for others."),
+    "kv_host_evicted_blocks": (
+        "persist.host_evicted_blocks",
+        "Blocks removed from the host tier to make space for others.",
+    ),
 }
 
 MAX_ADAPTER_LABELS = 64  # names of adapters in labels, during the life of a server
@@ -182,7 +203,7 @@ class _EngineCollector(Collector):
         engines = self._engine.engines
         names = ["engine"] if self._engine.has_replicas else []
         labels = [[engine_name(engine, number)] if names else [] for number, engine in enumerate(engines)]
-        restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
+        restarts = CounterMetricFamily("windlass_engine_restarts", "Restarts after the engine died.", labels=names)
         up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
         for values, engine in zip(labels, engines, strict=True):
             restarts.add_metric(values, engine.restarts)
@@ -196,7 +217,7 @@ class _EngineCollector(Collector):
         yield from stats_families("windlass_", names, known, _PERSIST_GAUGES, _PERSIST_COUNTERS)
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens",
-            "Positions passed through the model again, by reason.",
+            "Positions computed again, by reason: preemption, full_prefix_hit, rope_update, or cache_reuse (starts of passages).",
             labels=[*names, "reason"],
         )
         for values, part in known:
@@ -231,36 +252,60 @@ class ServerMetrics:
         self.scalings = ScalingCollector()
         self.registry.register(self.scalings)
         self._success = Counter(
-            "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
+            "windlass_request_success",
+            "Answers finished, by reason: stop or length.",
+            ["finished_reason"],
+            registry=self.registry,
         )
         for reason in _FINISH_REASONS:
             self._success.labels(reason)
-        self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
+        self._failed = Counter(
+            "windlass_request_errors",
+            "Generation requests that failed, by error code; client_disconnected: the client left.",
+            ["code"],
+            registry=self.registry,
+        )
         for code in _SERVER_ERROR_CODES:
             self._failed.labels(code)
         self._adapters = Counter(
-            "windlass_adapter_requests", "Requests that ran with an adapter.", ["adapter"], registry=self.registry
+            "windlass_adapter_requests",
+            f"Requests that ran with an adapter; names after the first {MAX_ADAPTER_LABELS} are counted as other.",
+            ["adapter"],
+            registry=self.registry,
         )
         self._adapters.labels("other")
         self._adapter_names: set[str] = set()
-        first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG_LATENCY_BUCKETS)
-        token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY_BUCKETS)
-        self.event_loop_lag = self._histogram(
-            "event_loop_lag", "How late the event loop of the HTTP side was.", _LATENCY_BUCKETS
+        first_token = self._histogram(
+            "time_to_first_token", "Time from the arrival of a request to its first output.", _LONG_LATENCY_BUCKETS
         )
-        e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG_LATENCY_BUCKETS)
+        token = self._histogram("inter_token_latency", "Time between two tokens of one sample.", _LATENCY_BUCKETS)
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag",
+            "Delay of the event loop of the HTTP server, measured ten times a second. A stall of more than a second is logged "
+            "with its stack.",
+            _LATENCY_BUCKETS,
+        )
+        e2e = self._histogram(
+            "e2e_request_latency", "Time from the arrival of a request to the end of an answer.", _LONG_LATENCY_BUCKETS
+        )
         self.time_to_first_token: HistogramObserver = first_token
         self.inter_token_latency: HistogramObserver = token
         self._e2e: HistogramObserver = e2e
         self._engine_samples: dict[str, list[HistogramObserver]] = {
             "queue_seconds": [
-                self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG_LATENCY_BUCKETS)
+                self._histogram(
+                    "request_queue_time",
+                    "Time from the arrival at the engine to the first step.",
+                    _LONG_LATENCY_BUCKETS,
+                )
             ],
             "prefill_seconds": [
-                self._histogram("request_prefill_time", "First schedule to first token.", _LONG_LATENCY_BUCKETS)
+                self._histogram(
+                    "request_prefill_time", "Time from the first step to the first token.", _LONG_LATENCY_BUCKETS
+                )
             ],
             "decode_seconds": [
-                self._histogram("request_decode_time", "First token to the end.", _LONG_LATENCY_BUCKETS)
+                self._histogram("request_decode_time", "Time from the first token to the end.", _LONG_LATENCY_BUCKETS)
             ],
         }
         if (vllm := self._vllm) is not None:

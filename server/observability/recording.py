@@ -127,7 +127,9 @@ class RecordingCollector(Collector):
             value=0 if recorder is None else recorder.written,
         )
         lost = CounterMetricFamily(
-            "windlass_record_lost", "Requests that --record could not write, by reason.", labels=["reason"]
+            "windlass_record_lost",
+            "Requests that --record could not write, by reason: disk, full (WINDLASS_RECORD_LIMIT) or slow.",
+            labels=["reason"],
         )
         for reason in LOSS_REASONS:
             lost.add_metric([reason], 0 if recorder is None else recorder.lost[reason])

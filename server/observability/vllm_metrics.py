@@ -32,11 +32,11 @@ _LENGTH_BUCKETS = tuple(step * 10**power for power in range(8) for step in (1, 2
 
 _SAMPLE_BUCKETS = (1, 2, 5, 10, 20)
 
-_GAUGES = SHARED_GAUGES | {"gpu_cache_usage_perc": ("kv_cache_usage", "The same under its older name.")}
+_GAUGES = SHARED_GAUGES | {"gpu_cache_usage_perc": ("kv_cache_usage", "Older name of kv_cache_usage_perc.")}
 
 _COUNTERS = SHARED_COUNTERS | {
-    "gpu_prefix_cache_queries": ("prefix_cache_queries", "The same under its older name."),
-    "gpu_prefix_cache_hits": ("prefix_cache_hits", "The same under its older name."),
+    "gpu_prefix_cache_queries": ("prefix_cache_queries", "Older name of prefix_cache_queries."),
+    "gpu_prefix_cache_hits": ("prefix_cache_hits", "Older name of prefix_cache_hits."),
 }
 
 _REASONS = ("stop", "length", "abort", "error")
@@ -66,38 +66,46 @@ class VllmMetrics(Collector):
         self.registry.register(self)
         self.stats: EngineStats | None = None
         self.time_to_first_token = self._seconds(
-            "time_to_first_token", "Arrival to first output.", _FIRST_TOKEN_BUCKETS
+            "time_to_first_token", "Time from the arrival of a request to its first output.", _FIRST_TOKEN_BUCKETS
         )
-        self.inter_token_latency = self._seconds("inter_token_latency", "Gap between output tokens.", _TOKEN_BUCKETS)
+        self.inter_token_latency = self._seconds(
+            "inter_token_latency", "Time between two tokens of one sample.", _TOKEN_BUCKETS
+        )
         self.time_per_output_token = self._seconds(
-            "time_per_output_token", "The same under its older name.", _TOKEN_BUCKETS
+            "time_per_output_token", "Older name of inter_token_latency_seconds.", _TOKEN_BUCKETS
         )
-        self.e2e = self._seconds("e2e_request_latency", "Arrival to the end of an output.", _REQUEST_BUCKETS)
+        self.e2e = self._seconds(
+            "e2e_request_latency", "Time from the arrival of a request to the end of an answer.", _REQUEST_BUCKETS
+        )
         self.per_output_token = self._seconds(
             "request_time_per_output_token",
-            "First to last token of an output, by the tokens behind the first.",
+            "Mean time between two tokens of an answer.",
             _TOKEN_BUCKETS,
         )
         self.engine_samples = {
             "queue_seconds": self._seconds(
-                "request_queue_time", "Arrival at the engine to first schedule.", _REQUEST_BUCKETS
+                "request_queue_time", "Time from the arrival at the engine to the first step.", _REQUEST_BUCKETS
             ),
             "prefill_seconds": self._seconds(
-                "request_prefill_time", "First schedule to first token.", _REQUEST_BUCKETS
+                "request_prefill_time", "Time from the first step to the first token.", _REQUEST_BUCKETS
             ),
-            "decode_seconds": self._seconds("request_decode_time", "First token to the end.", _REQUEST_BUCKETS),
+            "decode_seconds": self._seconds(
+                "request_decode_time", "Time from the first token to the end.", _REQUEST_BUCKETS
+            ),
             "inference_seconds": self._seconds(
-                "request_inference_time", "First schedule to the end.", _REQUEST_BUCKETS
+                "request_inference_time", "Time from the first step of a request to its end.", _REQUEST_BUCKETS
             ),
         }
-        self._prompt_tokens = self._lengths("request_prompt_tokens", "Prompt tokens of an output that ended.")
-        self._generation_tokens = self._lengths("request_generation_tokens", "Tokens of an output that ended.")
+        self._prompt_tokens = self._lengths("request_prompt_tokens", "Prompt tokens of an answer.")
+        self._generation_tokens = self._lengths("request_generation_tokens", "Generated tokens of an answer.")
         self._longest_output = self._lengths(
-            "request_max_num_generation_tokens", "Tokens of the longest output to a prompt."
+            "request_max_num_generation_tokens", "Generated tokens of the longest answer to a prompt."
         )
-        self._max_tokens = self._lengths("request_params_max_tokens", "Tokens an output might have had.")
+        self._max_tokens = self._lengths(
+            "request_params_max_tokens", "Largest number of tokens that an answer could have had."
+        )
         self._n = self._register(
-            Histogram("vllm:request_params_n", "Outputs to a prompt.", _SAMPLE_BUCKETS, labels=self._labels)
+            Histogram("vllm:request_params_n", "Number of answers to a prompt.", _SAMPLE_BUCKETS, labels=self._labels)
         )
 
     def finished(
@@ -123,7 +131,9 @@ class VllmMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
         success = CounterMetricFamily(
-            "vllm:request_success", "Outputs that ended, by reason.", labels=[*names, "finished_reason"]
+            "vllm:request_success",
+            "Answers that ended, by reason: stop, length, abort (the client left) or error.",
+            labels=[*names, "finished_reason"],
         )
         for reason, count in self._finished.items():
             success.add_metric([*values, reason], count)
@@ -138,7 +148,7 @@ class VllmMetrics(Collector):
         known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
         rows = [(list(labels.values()), part) for labels, part in known]
         yield from stats_families("vllm:", names, rows, _GAUGES, _COUNTERS)
-        text, each = "Tokens computed in a step of the engine.", []
+        text, each = "Tokens computed in a step. Starts again with the engine.", []
         for labels, part in known:
             steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
             each.append(
@@ -155,7 +165,7 @@ class VllmMetrics(Collector):
             "running_lora_adapters": ",".join(self._adapters()),
             "waiting_lora_adapters": "",
         }
-        text = "Which LoRA adapters requests run with, in the labels; the value is the time."
+        text = "Unix time; the labels list the adapters of running requests. Waiting requests count as running."
         info = GaugeMetricFamily("vllm:lora_requests_info", text, labels=list(labels))
         info.add_metric(list(labels.values()), time.time())
         return info
@@ -170,7 +180,11 @@ class VllmMetrics(Collector):
             "num_gpu_blocks": str(min(info.num_kv_blocks)),
             **self._labels,
         }
-        config = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=list(labels))
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; the labels have the block size, the number of blocks on any device, and the dtype of the KV cache.",
+            labels=list(labels),
+        )
         config.add_metric(list(labels.values()), 1)
         yield config
 

@@ -306,7 +306,11 @@ AddSpecialTokens = Annotated[
 ]
 
 TemplateVariables = Annotated[
-    FreeForm | None, Field(description="Additional variables of the chat template. They override the operator's.")
+    FreeForm | None,
+    Field(
+        description="Additional variables of the chat template, at most 100,000 values. They override the operator's. "
+        "`messages`, `tools` and `add_generation_prompt` cannot be set here."
+    ),
 ]
 
 StopStrings = Annotated[
@@ -316,7 +320,11 @@ StopStrings = Annotated[
 ]
 
 StopField = Annotated[
-    StopStrings | None, Field(description="Strings that end the answer: one string or a list. Default: none.")
+    StopStrings | None,
+    Field(
+        description="Strings that end the answer: one string or a list, which may contain special tokens. Thinking is "
+        "not searched. Default: none."
+    ),
 ]
 
 
@@ -416,14 +424,18 @@ class EngineRequestFields(RequestModel):
         "same API key. Default: none.",
     )
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
-        default=None, description="Scheduling priority. Lower numbers run first. Default: that of the API key, else 0."
+        default=None,
+        description="Scheduling priority. Lower numbers run first and are preempted last. Default: that of the API key, else 0.",
     )
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
         default=None,
-        description="Time limit in seconds, after which the request fails with status 504. Default: the server's.",
+        description="Time limit in seconds from the arrival of the request, after which it fails with status 504, or a "
+        "stream with an error event. Default: the server's.",
     )
     request_id: RequestId | None = Field(
-        default=None, description="Id of the request, which replaces that of the header `X-Request-Id`."
+        default=None,
+        description="Id of the request, which replaces that of the header `X-Request-Id` and is part of the answer's "
+        "`id`. Default: a random one.",
     )
 
 

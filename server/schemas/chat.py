@@ -207,7 +207,8 @@ class ChatRequest(GenerationRequest):
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+        description="Whether the answer continues the last message, which must be the assistant's. Excludes "
+        "`add_generation_prompt`. Default: false.",
     )
     tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
     tool_choice: ToolChoice = Field(

@@ -46,8 +46,13 @@ class CompletionRequest(GenerationRequest):
         "n_probs": "it is called logprobs here",
     }
 
-    prompt: TextsOrTokens = Field(description="A text, token ids, or a list of texts or of lists of token ids.")
-    echo: bool | None = Field(default=None, description="Whether answers begin with the prompt. Default: false.")
+    prompt: TextsOrTokens = Field(
+        description="A text, token ids, or a list of texts or of lists of token ids; at most 1,024 prompts."
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="Whether answers begin with the prompt, with its log-probabilities if `logprobs` is set. Default: false.",
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
         description="Number of alternatives per token whose log-probabilities are returned. 0: only the tokens' "
@@ -56,7 +61,7 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = Field(
         default=None,
         description="Text after a gap that the answer fills. The prompt is the text before it. Requires a model "
-        "with fill-in-the-middle tokens. Default: none.",
+        "with fill-in-the-middle tokens. Excludes `truncate_prompt_tokens`. Default: none.",
     )
 
 

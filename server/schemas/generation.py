@@ -98,9 +98,10 @@ class SharedRequest(EngineRequestFields):
     # OpenAI's fields
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         default=None,
-        description="Sampling temperature. 0 selects the most likely token. Default: the model's `sampling_defaults`.",
+        description="Sampling temperature. 0, and any value below 0.000001, selects the most likely token. Default: the "
+        "model's `sampling_defaults`.",
     )
-    top_p: Annotated[float, BeforeValidator(_reject_zero_top_p), Field(gt=0, le=1)] | None = Field(
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_reject_zero_top_p)] | None = Field(
         default=None,
         description="Nucleus sampling: only the most likely tokens whose probabilities add up to this value are "
         "sampled. Default: the model's `sampling_defaults`.",
@@ -111,8 +112,8 @@ class SharedRequest(EngineRequestFields):
     )
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = Field(
         default=None,
-        description="Seed of the random numbers. Equal requests with equal seeds get equal answers while "
-        "`system_fingerprint` stays the same. Default: random.",
+        description="Seed of the random numbers, which depend only on the seed, the index of the sample and the position. "
+        "Equal requests with equal seeds get equal answers while `system_fingerprint` stays the same. Default: random.",
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         default=None, description="Subtracted from the logits of tokens that were already generated. Default: 0."
@@ -121,7 +122,8 @@ class SharedRequest(EngineRequestFields):
         default=None, description="Subtracted from the logits of generated tokens once for each occurrence. Default: 0."
     )
     logit_bias: LogitBias | None = Field(
-        default=None, description="Values added to logits, by token id in decimal. Default: none."
+        default=None,
+        description="Values added to logits, by token id in decimal; at most 1,024 entries. Default: none.",
     )
 
     # Further sampling parameters
@@ -142,7 +144,7 @@ class SharedRequest(EngineRequestFields):
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None,
-        description="Divides positive logits of tokens that already occurred and multiplies negative ones. 1: "
+        description="Divides positive logits of tokens that occur in the prompt or the answer, and multiplies negative ones. 1: "
         "off. Default: the model's `sampling_defaults`.",
     )
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -155,7 +157,10 @@ class SharedRequest(EngineRequestFields):
         "these remains. Default: 0.1.",
     )
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        default=None, description="Strength of the penalty on repeated sequences (DRY). Default: 0, off."
+        default=None,
+        description="Strength of the penalty on repeated sequences (DRY): a token that would continue an earlier sequence loses "
+        "`dry_multiplier * dry_base ^ (length - dry_allowed_length)`, where `length` is that of the longest such sequence "
+        "without the token. Default: 0, off.",
     )
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = Field(
         default=None, description="Growth of the DRY penalty with each further repeated token. Default: 1.75."
@@ -164,15 +169,20 @@ class SharedRequest(EngineRequestFields):
         default=None, description="Length of a repetition without a DRY penalty, in tokens. Default: 2."
     )
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_REPEAT_WINDOW)] | None = Field(
-        default=None, description="Number of most recent tokens that DRY searches. -1 (default): up to 32,768."
+        default=None,
+        description="Number of most recent tokens of prompt and answer that DRY searches. 0: none; -1: up to "
+        "32,768. Default: -1.",
     )
     dry_sequence_breakers: SequenceBreakers | None = Field(
         default=None,
-        description="Strings that end a repeated sequence of DRY: a list, or JSON strings separated by commas. "
+        description="Strings that end a repeated sequence of DRY: a list, or JSON strings separated by commas. Tokens "
+        "that contain one are not penalized. `[]`: none. "
         'Default: line break, `:`, `"` and `*`.',
     )
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Minimum number of generated tokens. Default: 0."
+        default=None,
+        description="Minimum number of generated tokens, at most `max_tokens`. No end-of-sequence token, stop token or "
+        "stop string ends the answer before. Default: 0.",
     )
     ignore_eos: bool | None = Field(
         default=None, description="Whether generation continues after end-of-sequence tokens. Default: false."
@@ -187,7 +197,9 @@ class SharedRequest(EngineRequestFields):
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1024, fail_fast=True)]
         | None
-    ) = Field(default=None, description="Texts that the answer must not contain. Default: none.")
+    ) = Field(
+        default=None, description="Texts that the answer never completes, at its start or after a space. Default: none."
+    )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = Field(
         default=None, description="Ids of the only tokens that may be generated. Default: all tokens."
     )
@@ -198,7 +210,9 @@ class SharedRequest(EngineRequestFields):
         default=None, description="A longer prompt is truncated to this many tokens. Default: no truncation."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="End at which a longer prompt is truncated. Default: `left`."
+        default=None,
+        description="End at which a longer prompt is truncated: `left` retains its last tokens, `right` its first. Default: "
+        "`left`.",
     )
 
     # Structured output: at most one of these
@@ -271,25 +285,28 @@ class GenerationRequest(SharedRequest):
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Maximum number of generated tokens. Default: 16 for a completion; `--default-max-tokens` for a chat, "
-        "else what the context leaves.",
+        description="Maximum number of generated tokens. More than the context leaves is reduced to that. 0: nothing is "
+        "generated, and the prompt can be scored with `echo` or `prompt_logprobs`. Default: 16 for a completion; "
+        "`--default-max-tokens` for a chat, else what the context leaves (with `rope_scaling` `auto` at most 4,096).",
     )
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Newer name of `max_tokens`."
+        default=None, description="Newer name of `max_tokens`. If both are given, they must be equal."
     )
     n: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="Number of answers per prompt. Default: 1."
+        default=None, description="Number of answers per prompt, which is computed once. Default: 1."
     )
     best_of: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None,
-        description="Number of answers generated per prompt, of which the `n` most likely are returned. Default: `n`.",
+        description="Number of answers generated per prompt, of which the `n` with the highest mean log-probability are "
+        "returned. A value above `n` excludes `stream`. Default: `n`.",
     )
     stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
     stop: StopField = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
         description="Number of alternatives per prompt token whose log-probabilities are returned. 0: only the "
-        "prompt tokens' own. Default: none are returned.",
+        "prompt tokens' own. Such a request computes its entire prompt and uses no cached prefix. Default: none are "
+        "returned.",
     )
     return_token_ids: bool | None = Field(
         default=None,
@@ -297,8 +314,8 @@ class GenerationRequest(SharedRequest):
     )
     return_tokens_as_token_ids: bool | None = Field(
         default=None,
-        description="Whether log-probabilities name tokens by id, as in `token_id:17`, instead of by text. "
-        "Default: false.",
+        description="Whether log-probabilities name tokens by id, as in `token_id:17`, instead of by text, which "
+        "several tokens may share. Default: false.",
     )
     response_format: Annotated[dict[str, Any] | None, AfterValidator(_response_format)] = Field(
         default=None,

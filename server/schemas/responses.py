@@ -596,7 +596,10 @@ class ResponseRequest(SharedRequest):
             dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_limit_entries), AfterValidator(_metadata)
         ]
         | None
-    ) = Field(default=None, description="Accepted without effect, and repeated in the response.")
+    ) = Field(
+        default=None,
+        description="Strings of at most 512 characters by names of at most 64, which the response repeats.",
+    )
     stream_options: ResponseStreamOptions | None = Field(default=None, description="Additional contents of a stream.")
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."

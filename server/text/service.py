@@ -526,7 +526,9 @@ class TextService:
         for change in changes:
             if change not in self._logged_changes:
                 self._logged_changes.add(change)
-                _logger.info("messages are changed to fit the chat template: %s (see docs/tools.md)", change)
+                _logger.info(
+                    "messages are changed to fit the chat template: %s (see docs/guides/tool-calling.md)", change
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

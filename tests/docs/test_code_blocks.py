@@ -25,17 +25,15 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN_BY = {
     "tests/docs/test_client_docs.py": {
         "README.md",
-        "docs/clients.md",
-        "docs/embeddings.md",
         "docs/guides/endless-generation.md",
-        "docs/messages.md",
-        "docs/openai.md",
-        "docs/responses.md",
-        "docs/structured-output.md",
-        "docs/tools.md",
+        "docs/guides/embeddings.md",
+        "docs/guides/structured-output.md",
+        "docs/guides/tool-calling.md",
+        "docs/reference/http-api.md",
+        "docs/reference/python.md",
     },
     "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
-    "tests/e2e/test_in_process.py": {"docs/in-process.md", "docs/first-steps.md"},
+    "tests/e2e/test_in_process.py": {"docs/reference/python.md", "docs/first-steps.md"},
     "tests/docs/test_guide_pages.py": {"docs/internals/rotary-embeddings.md"},
 }
 

@@ -1,4 +1,4 @@
-"""Completeness of the table of error codes in docs/http.md."""
+"""Completeness of the table of error codes in docs/reference/http-api.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def raised(tree: ast.AST) -> Iterator[str]:
 
 
 def test_the_table_has_every_code_and_no_other() -> None:
-    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
     table = page[page.index("| status | `code` |") : page.index("## Limits")]
     documented = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", table)) - {"code", "rope_scaling", "rope_update"}
     found, literals = set[str](), set[str]()

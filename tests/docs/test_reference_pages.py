@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,7 +24,7 @@ from typer.main import get_command
 from windlass.engine.model.families.spec_reader import read_rotary_groups
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, apply_scaling, resolve
 from windlass.engine.rotary.scaling_fields import KINDS
-from windlass.server.api.rotary import RotaryInspectRequest
+from windlass.server.api.rotary import RotaryCurvesRequest, RotaryInspectRequest
 from windlass.server.api.tokenize import DetokenizeRequest, TokenizeRequest
 from windlass.server.application import create_app
 from windlass.server.cli import main as cli
@@ -36,7 +35,8 @@ from windlass.server.schemas.chat import ChatMessage, ChatRequest
 from windlass.server.schemas.completions import CompletionRequest
 from windlass.server.schemas.generation import StreamOptions
 from windlass.server.schemas.messages import CountTokensRequest, MessageRequest
-from windlass.server.schemas.responses import ResponseRequest
+from windlass.server.schemas.pooling import EmbeddingRequest
+from windlass.server.schemas.responses import CountInputRequest, ResponseRequest
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -55,47 +55,58 @@ def section(page: str, heading: str) -> str:
     return page[start : start + end.start()] if end else page[start:]
 
 
-def names_in(text: str) -> set[str]:
-    """The words in inline code."""
-    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w-]+", code)}
-
-
-HTTP, SERVING, ROTARY, MONITORING = (
-    read("http.md"),
-    read("serving.md"),
-    read("reference/rotary-scaling.md"),
-    read("monitoring.md"),
-)
-RESPONSES = read("responses.md")
-MESSAGES = read("messages.md")
-COMMON = section(HTTP, "## Fields of both generation endpoints")
+HTTP, SERVING, ROTARY = read("reference/http-api.md"), read("serving.md"), read("reference/rotary-scaling.md")
+FIELDS, METRICS = read("reference/fields.md"), read("reference/metrics.md")
+COMMON = section(FIELDS, "## Common fields")
+GENERATION = COMMON + section(FIELDS, "## Generation fields")
+BOTH = GENERATION + section(FIELDS, "## Completion and chat fields")
+RESPONSES = GENERATION + section(FIELDS, "## `POST /v1/responses`")
+INSPECT = section(FIELDS, "## `POST /v1/rotary/inspect`")
 
 
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (CompletionRequest, COMMON + section(HTTP, "## `POST /v1/completions`")),
-        (ChatRequest, COMMON + section(HTTP, "## `POST /v1/chat/completions`")),
-        (ChatMessage, section(HTTP, "## `POST /v1/chat/completions`")),
-        (StreamOptions, COMMON),
-        (ResponseRequest, COMMON + RESPONSES),
-        (MessageRequest, COMMON + MESSAGES),
-        (CountTokensRequest, MESSAGES),
-        (TokenizeRequest, section(HTTP, "## Tokens")),
-        (DetokenizeRequest, section(HTTP, "## Tokens")),
-        (RotaryInspectRequest, section(HTTP, "## Rotary")),
+        (CompletionRequest, BOTH + section(FIELDS, "## `POST /v1/completions`")),
+        (ChatRequest, BOTH + section(FIELDS, "## `POST /v1/chat/completions`")),
+        (ChatMessage, section(FIELDS, "### ChatMessage")),
+        (StreamOptions, section(FIELDS, "### StreamOptions")),
+        (ResponseRequest, RESPONSES),
+        (CountInputRequest, RESPONSES + section(FIELDS, "## `POST /v1/responses/input_tokens`")),
+        (MessageRequest, GENERATION + section(FIELDS, "## `POST /v1/messages`")),
+        (CountTokensRequest, section(FIELDS, "## `POST /v1/messages/count_tokens`")),
+        (EmbeddingRequest, COMMON + section(FIELDS, "## Text fields") + section(FIELDS, "## `POST /v1/embeddings`")),
+        (TokenizeRequest, section(FIELDS, "## `POST /tokenize`")),
+        (DetokenizeRequest, section(FIELDS, "## `POST /detokenize`")),
+        (RotaryInspectRequest, INSPECT),
+        (RotaryCurvesRequest, INSPECT + section(FIELDS, "## `POST /v1/rotary/curves`")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_request_field_is_documented(model, text):
-    assert not set(model.model_fields) - names_in(text)
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert not set(model.model_fields) - rows
 
 
-def test_the_page_of_models_is_up_to_date():
-    made = spec_from_file_location("make_models_page", ROOT / "tools" / "docs" / "make_models_page.py")
-    module = module_from_spec(made)
-    made.loader.exec_module(module)
-    assert module.page() == read("models.md"), "run tools/docs/make_models_page.py"
+def test_every_body_has_a_table_of_fields():
+    paths = create_toy_app().openapi()["paths"]
+    bodies = {path for path, methods in paths.items() for one in methods.values() if "requestBody" in one}
+    assert len(bodies) > 15
+    assert bodies == set(re.findall(r"^## `POST (\S+)`$", FIELDS, re.MULTILINE))
+
+
+def test_limits_and_defaults_of_fields():
+    """A sample of rows, as they must be."""
+    for row in (
+        "| `temperature` | number 0 to 100 | the model's `sampling_defaults` |",
+        "| `top_p` | number above 0, up to 1 | the model's `sampling_defaults` |",
+        "| `messages` | array of 1 to 16,384 [ChatMessage](#chatmessage) | required |",
+        "| `stop` | string or array of at most 16 strings of 1 to 256 characters | none |",
+        '| `truncation_side` | `"left"`, `"right"` | `left` |',
+        '| `rope_update` | `"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject) |',
+        "| `tokens` | array of at most 2,097,152 integers from 0 | required |",
+    ):
+        assert f"\n{row}" in FIELDS
 
 
 def test_every_endpoint_is_documented():
@@ -120,7 +131,7 @@ def test_every_metric_is_documented():
             return (await client.get("/metrics")).text
 
     printed = set(re.findall(r"^# TYPE (\S+) ", asyncio.run(scrape()), re.MULTILINE))
-    rows = set(re.findall(r"`(windlass_\w+)`", section(MONITORING, "## Metrics")))
+    rows = set(re.findall(r"`(windlass_\w+)`", METRICS))
     assert len(printed) > 15
     assert not printed - rows
     # A counter without samples has no creation time.
@@ -129,15 +140,31 @@ def test_every_metric_is_documented():
 
 @pytest.fixture
 def generator(monkeypatch):
-    """The module that generates the page of options."""
+    """The module that generates tables of pages."""
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "docs"))
-    yield importlib.import_module("options")
-    sys.modules.pop("options", None)
+    yield importlib.import_module("reference")
+    sys.modules.pop("reference", None)
 
 
-def test_the_page_of_options_is_generated(generator):
-    assert read("options.md") == generator.render_page(), "run python tools/docs/options.py"
-    assert generator.render_removed() in read("coming-from.md"), "run python tools/docs/options.py"
+def test_generated_tables_are_up_to_date(generator):
+    found = generator.pages()
+    for path in found:
+        text = path.read_text(encoding="utf-8")
+        assert generator.updated(text) == text, f"{path}: run python tools/docs/reference.py"
+    reference = {name for path, names in found.items() if path.parent.name == "reference" for name in names}
+    assert reference == set(generator.TABLES)
+    (migration,) = (names for path, names in found.items() if path.name == "coming-from.md")
+    assert migration == ["removed options"]
+
+
+def test_an_outdated_table_is_reported(generator):
+    text = "before\n<!-- generated: neutral values -->\nold\n<!-- end -->\nafter"
+    new = generator.updated(text)
+    assert new.startswith("before\n") and new.endswith("\n\n<!-- end -->\nafter") and "| `n_probs` | `0` |" in new
+    assert generator.updated(new) == new
+
+
+def test_links_of_options_belong_to_options(generator):
     assert set(generator._LINKS) <= set(OPTIONS)
 
 

@@ -171,7 +171,9 @@ def test_example_of_an_error_is_real(live: Live, document: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_every_code_of_the_reference_is_described(document: dict[str, Any], status: int) -> None:
-    row = re.search(rf"^\| {status} \|(.*)", (DOCS / "http.md").read_text(encoding="utf-8"), re.MULTILINE)
+    row = re.search(
+        rf"^\| {status} \|(.*)", (DOCS / "reference" / "http-api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert row is not None
     name = {429: "TooManyRequests", 503: "Unavailable"}[status]
     told = document["components"]["responses"][name]["description"]

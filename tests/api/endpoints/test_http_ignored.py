@@ -130,7 +130,7 @@ def test_the_default_limit_is_what_the_context_leaves(live: Live) -> None:
 
 
 def test_documentation_lists_the_ignored_fields() -> None:
-    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "fields.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (OpenAI|Anthropic|vLLM|llama\.cpp|Ollama) \| (`.*) \|$", page, re.MULTILINE)
     shown = {name: definer for definer, names in rows for name in re.findall(r"`([^`]+)`", names)}
     assert shown == IGNORED_FIELDS

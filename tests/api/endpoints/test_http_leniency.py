@@ -159,9 +159,9 @@ def test_neutral_values_of_other_servers_are_accepted(live: Live, path: str) -> 
 
 
 def test_documentation_lists_the_neutral_values() -> None:
-    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"with this value alone: (.*?)\. With any", page, re.DOTALL)
-    shown = dict(part.split() for part in listed.replace("`", "").split(","))
+    page = (ROOT / "docs" / "reference" / "fields.md").read_text(encoding="utf-8")
+    table = page[page.index("| field | accepted value |") :]
+    shown = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", table, re.MULTILINE))
     assert {name: json.loads(value) for name, value in shown.items()} == base.NEUTRAL_VALUES
 
 

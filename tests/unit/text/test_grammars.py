@@ -131,7 +131,7 @@ def test_error_messages(kind: str, value: str, reason: str) -> None:
     assert len(refused.value.message) < 500
 
 
-# Keywords that llguidance ignores if it is lenient. docs/structured-output.md lists all of them.
+# Keywords that llguidance ignores if it is lenient. docs/guides/structured-output.md lists all of them.
 UNSUPPORTED: list[tuple[dict[str, Any], Any]] = [
     ({"type": "array", "contains": {"type": "integer"}}, []),
     ({"type": "array", "contains": {}, "minContains": 2}, [1]),

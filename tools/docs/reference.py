@@ -1,0 +1,536 @@
+"""Generate the tables of the reference pages: options, request fields, metrics and models.
+
+A page marks the place of a table with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it is written by hand.
+
+python tools/docs/reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from windlass.engine.model.families.family import Family, is_set
+from windlass.engine.model.families.multimodal import MULTIMODAL
+from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.gguf.architectures import ARCHITECTURES
+from windlass.server.application import create_app
+from windlass.server.config.api_keys import ApiKey
+from windlass.server.config.engine_options import EngineOptions
+from windlass.server.config.migration_hints import REMOVED
+from windlass.server.config.option import SWITCH, Option, options_of
+from windlass.server.config.option_names import with_option_names
+from windlass.server.config.server_options import (
+    LOG_LEVEL,
+    ClusterOptions,
+    ConnectionOptions,
+    ReplicaOptions,
+    ServerOptions,
+)
+from windlass.server.config.settings import ServerSettings
+from windlass.server.schemas.base import IGNORED_FIELDS, NEUTRAL_VALUES, EngineRequestFields, StrictModel
+from windlass.server.schemas.generation import GenerationRequest, SharedRequest
+from windlass.server.schemas.pooling import PromptRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# Pages with details about an option, relative to docs/reference.
+SEE = {
+    "../guides/adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
+    "../guides/cache.md": ("kv_persist", "kv_persist_size", "shared_prefix_cache", "cache_reuse"),
+    "../guides/choosing-a-model.md": ("dtype", "quantization", "activations"),
+    "../guides/deployment.md": ("ssl_certfile", "api_key", "api_key_file", "cors_origin", "allowed_hosts", "uds"),
+    "../guides/embeddings.md#generative-rerankers": ("rerank_tokens", "rerank_template"),
+    "../guides/endless-generation.md": (
+        "context_overflow",
+        "shift_context",
+        "max_total_tokens",
+        "keep_tokens",
+        "attention_window",
+    ),
+    "../guides/gpu.md": ("device", "gpu_memory_utilization", "kv_host_memory", "cuda_graphs", "burst_ms"),
+    "../guides/monitoring.md": (
+        "metrics_names",
+        "otel_endpoint",
+        "log_format",
+        "record",
+        "record_text",
+        "record_limit",
+    ),
+    "../guides/performance.md": (
+        "kv_cache_dtype",
+        "max_num_batched_tokens",
+        "speculative_adaptive",
+        "speculative_model",
+        "speculative_model_quantization",
+        "speculative_mtp",
+        "speculative_ngram",
+        "speculative_tokens",
+        "target_step_ms",
+        "weight_cache",
+    ),
+    "../guides/scaling-out.md": ("tensor_parallel", "replicas", "pin_cores"),
+    "../guides/tool-calling.md": ("tool_call_parser",),
+    "../guides/tool-calling.md#thinking": ("reasoning_parser", "default_chat_template_kwargs"),
+    "../guides/troubleshooting.md": ("crash_dir",),
+    "../start/chat.md": ("ui",),
+    "http-api.md#introspection": ("attention_maps",),
+    "http-api.md#limits": ("max_connections", "header_timeout", "keep_alive_timeout", "write_timeout"),
+    "http-api.md#sampling-defaults": ("generation_config", "override_generation_config"),
+    "http-api.md#stored-responses": ("response_store",),
+    "rotary-scaling.md": ("rope_scaling", "rope_update", "rope_profile", "rope_policy"),
+}
+_LINKS = {name: page for page, names in SEE.items() for name in names}
+
+
+def table(*head: str, rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# Options
+
+
+def options() -> str:
+    """The options of the command line, by panel."""
+    served = _served()
+    parts = []
+    for panel in dict.fromkeys(each.panel for each in served):
+        shown = [each for each in served if each.panel == panel and each.scope == "flag"]
+        if shown:
+            parts.append(f"## {panel}\n\n{_option_table('option', shown)}")
+    return "\n".join(parts)
+
+
+def configuration_keys() -> str:
+    return _option_table("key", (each for each in _served() if each.scope == "key"))
+
+
+def environment_variables() -> str:
+    return _option_table("variable", (each for each in _served() if each.scope == "variable"))
+
+
+def cluster_options() -> str:
+    return _option_table("option", options_of(ClusterOptions).values())
+
+
+def removed_options() -> str:
+    rows = {f"--{name.replace('_', '-')}": with_option_names(hint) for name, hint in REMOVED.items()}
+    for cls in (EngineOptions, ServerOptions, ConnectionOptions):
+        for each in options_of(cls).values():
+            if each.scope == "key":
+                rows[each.flag] = f"the key `{each.key}` in the file of `--config`, or `{each.variable}`"
+            elif each.scope == "variable":
+                rows[each.flag] = f"`{each.variable}`"
+    return table("earlier option", "replacement", rows=((f"`{flag}`", escape(rows[flag])) for flag in sorted(rows)))
+
+
+def _served() -> list[Option]:
+    classes = (EngineOptions, ServerOptions, ReplicaOptions, ConnectionOptions)
+    return [*(each for cls in classes for each in options_of(cls).values()), LOG_LEVEL]
+
+
+def _option_table(title: str, shown: Iterable[Option]) -> str:
+    rows = []
+    for each in shown:
+        see = f" ([more]({_LINKS[each.name]}))" if each.name in _LINKS else ""
+        meaning, _, default = each.help.partition(" Default: ")
+        default = default.rstrip(".") or _option_default(each)
+        rows.append((_spelling(each), escape(default), f"{escape(meaning)}{see}"))
+    return table(title, "default", "meaning", rows=rows)
+
+
+def _spelling(option: Option) -> str:
+    if option.scope == "variable":
+        return f"`{option.variable}`"
+    if option.scope == "key":
+        return f"`{option.key}`, `{option.variable}`"
+    return f"`{option.flag}`, `--no-{option.key}`" if option.kind is SWITCH else f"`{option.flag}`"
+
+
+def _option_default(option: Option) -> str:
+    if option.default is None or option.default == "":
+        return "–"
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    return f"`{option.default:g}`" if isinstance(option.default, float) else f"`{option.default}`"
+
+
+# Request fields
+
+# Models whose fields several endpoints have, from general to special, with the headings of their tables.
+SHARED: Mapping[type[StrictModel], str] = {
+    EngineRequestFields: "Common fields",
+    SharedRequest: "Generation fields",
+    GenerationRequest: "Completion and chat fields",
+    PromptRequest: "Text fields",
+}
+INT32_MAX = 2**31 - 1
+
+
+@cache
+def app() -> Any:
+    """A server with every metric: a named caller, adapters, and both names."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    engine = importlib.import_module("helpers.scripted_engine").ScriptedEngine()
+    tokenizer = importlib.import_module("helpers.live_server").toy_tokenizer()
+    callers = (replace(ApiKey.plain("key"), name="alice"),)
+    settings = ServerSettings(served_model_name="toy", metrics_names="both", callers=callers, lora_folder=ROOT)
+    return create_app(engine, tokenizer, settings)
+
+
+def fields() -> str:
+    """Tables of shared fields, of each endpoint, and of the objects that they contain."""
+    document = app().openapi()
+    schemas = document["components"]["schemas"]
+    models = {model.__name__: model for model in _descendants(StrictModel)}
+    shared = {model: _properties(model, model.model_json_schema()) for model in SHARED}
+    parts, properties = [], []
+    for model, heading in SHARED.items():
+        own = _without(shared[model], (shared[other] for other in SHARED if other in model.__mro__[1:]))
+        users = [path for path, name in _bodies(document) if issubclass(models[name], model)]
+        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_table(own, model)}")
+        properties.append(own)
+    bodies = {models[name]: path for path, name in _bodies(document)}
+    for model, path in bodies.items():
+        bases = [(SHARED[base].lower(), SHARED[base]) for base in SHARED if issubclass(model, base)]
+        inherited = [shared[base] for base in SHARED if issubclass(model, base)]
+        for base in (base for base in model.__mro__[1:] if base in bodies):
+            bases = [(f"fields of `{bodies[base]}`", f"POST {bodies[base]}")]
+            inherited.append(_properties(base, schemas[base.__name__]))
+        own = _without(_properties(model, schemas[model.__name__]), inherited)
+        links = ", ".join(f"[{text}](#{_slug(heading)})" for text, heading in bases)
+        also = f"Also: {links}.\n\n" if links else ""
+        parts.append(f"## `POST {path}`\n\n{also}{_field_table(own, model)}")
+        properties.append(own)
+    objects = _objects(properties, schemas)
+    shown = (
+        f"### {name}\n\n{_description(schemas[name])}\n\n"
+        + _field_table(_properties(models.get(name), schemas[name]), models.get(name), schemas[name])
+        for name in sorted(objects)
+    )
+    return "\n".join([*parts, "## Objects\n", *shown])
+
+
+def ignored_fields() -> str:
+    rows: dict[str, list[str]] = {}
+    for name, definer in IGNORED_FIELDS.items():
+        rows.setdefault(definer, []).append(f"`{name}`")
+    return table("defined by", "fields", rows=((definer, ", ".join(names)) for definer, names in rows.items()))
+
+
+def neutral_values() -> str:
+    spelled = {True: "true", False: "false"}
+    rows = ((f"`{k}`", f"`{spelled[v] if isinstance(v, bool) else v}`") for k, v in NEUTRAL_VALUES.items())
+    return table("field", "accepted value", rows=rows)
+
+
+def _bodies(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Paths that read a JSON body, and the names of its models."""
+    found = []
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                found.append((path, _name(schema["$ref"])))
+    return found
+
+
+def _descendants(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
+    for child in model.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+def _properties(model: type[StrictModel] | None, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties of the model's own fields, without those of other services that are accepted without effect."""
+    found = schema.get("properties", {})
+    known = None if model is None else {field.alias or name for name, field in model.model_fields.items()}
+    return {name: value for name, value in found.items() if known is None or name in known}
+
+
+def _without(properties: Mapping[str, Any], shared: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Properties that none of the shared ones equals."""
+    others = list(shared)
+    return {
+        name: value
+        for name, value in properties.items()
+        if not any(name in other and other[name]["description"] == value.get("description") for other in others)
+    }
+
+
+def _objects(properties: Iterable[Mapping[str, Any]], schemas: Mapping[str, Any]) -> set[str]:
+    """Names of the objects that are reachable from these properties."""
+    found: set[str] = set()
+    waiting: list[Any] = list(properties)
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            if "$ref" in item and (name := _name(item["$ref"])) not in found:
+                found.add(name)
+                waiting.append(schemas[name])
+            waiting += item.values()
+    return found
+
+
+def _field_table(
+    properties: Mapping[str, Any], model: type[StrictModel] | None, schema: Mapping[str, Any] | None = None
+) -> str:
+    if schema is not None:
+        required = set(schema.get("required", ()))
+    else:
+        required = {name for name, field in model.model_fields.items() if field.is_required()} if model else set()
+    rows = []
+    for name, prop in properties.items():
+        meaning, _, default = _description(prop).partition(" Default: ")
+        default = "required" if name in required else default.rstrip(".") or "–"
+        rows.append((f"`{name}`", _type(prop), escape(default), escape(meaning)))
+    return table("field", "type", "default", "meaning", rows=rows) if rows else "No further fields.\n"
+
+
+def _description(schema: Mapping[str, Any]) -> str:
+    return " ".join(str(schema.get("description", "")).split())
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """The type and the limits of a value."""
+    if "$ref" in schema:
+        name = _name(schema["$ref"])
+        return f"[{name}](#{name.lower()})"
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"}))
+    if "const" in schema or "enum" in schema:
+        values = [value for value in schema.get("enum", [schema.get("const")]) if value]
+        return ", ".join(f"`{json.dumps(value)}`" for value in values) or "empty"
+    kind = schema.get("type", "any")
+    if kind in ("integer", "number"):
+        return kind + _range(schema)
+    if kind == "string":
+        if "pattern" in schema:
+            return f"string matching `{escape(schema['pattern'])}`"
+        count = _count(schema, "Length")
+        return f"string of {count} characters" if count else "string"
+    if kind == "array":
+        items = re.sub(r"^(string|integer|number|object|array)\b", r"\1s", _type(schema.get("items", {})))
+        return f"array of {_count(schema, 'Items')} {items}".replace("  ", " ")
+    values = schema.get("additionalProperties")
+    if kind == "object" and isinstance(values, dict) and values:
+        count = _count(schema, "Properties")
+        return f"object with {count} values: {_type(values)}" if count else f"object with values: {_type(values)}"
+    return str(kind)
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    """Limits of a number, without those of 32 or 64 bits."""
+    least, above, most = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    lower = f" above {above:,g}" if above is not None else "" if least is None or least <= -INT32_MAX else f" {least:,}"
+    if most is None or most >= INT32_MAX:
+        return lower if above is not None or not lower else f" from{lower}"
+    upper = f"{int(most):,}"
+    return f"{lower}, up to {upper}" if above is not None else f"{lower} to {upper}" if lower else f" up to {upper}"
+
+
+def _count(schema: Mapping[str, Any], what: str) -> str:
+    low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
+    if high is None:
+        return f"at least {low:,}" if low > 1 else ""
+    return f"{low:,} to {high:,}" if low else f"at most {high:,}"
+
+
+def _name(reference: str) -> str:
+    return reference.rpartition("/")[2]
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _listed(paths: list[str]) -> str:
+    shown = [f"`{path}`" for path in paths]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+# Metrics
+
+
+def metrics() -> str:
+    return _metric_table(lambda name: name.startswith("windlass_"))
+
+
+def vllm_metrics() -> str:
+    return _metric_table(lambda name: name.startswith("vllm:"))
+
+
+@cache
+def _families() -> list[Metric]:
+    """The families that a server exposes."""
+
+    async def scrape() -> str:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app()), base_url="http://127.0.0.1") as client:
+            return (await client.get("/metrics", headers={"x-api-key": "key"})).text
+
+    return list(text_string_to_metric_families(asyncio.run(scrape())))
+
+
+def _metric_table(chosen: Callable[[str], bool]) -> str:
+    rows = []
+    for family in _families():
+        if not chosen(family.name) or family.name.endswith("_created"):
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        shown = ", ".join(f"`{label}`" for label in labels) or "–"
+        rows.append((f"`{name}`", family.type, shown, escape(family.documentation)))
+    return table("name", "type", "labels", "meaning", rows=rows)
+
+
+# Models
+
+POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
+
+
+def causal_models() -> str:
+    rows = []
+    for family, names in _compared(lambda one: one.causal and one.positions not in POSITIONS):
+        rotates = family.positions == "rotary"
+        rows.append(
+            (
+                family.models,
+                f"`{family.architecture}`",
+                _pairs(family) if rotates else "no rotation",
+                f"{family.rules.rope_theta:,.0f}" if rotates else "–",
+                names,
+                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) or "–",
+            )
+        )
+    return table("models", "`architectures`", "pairs, share", "theta", "compared as", "GGUF", rows=rows)
+
+
+def encoders() -> str:
+    rows = []
+    for family, names in _compared(lambda one: not one.causal):
+        local = family.rules.local_rope_theta
+        theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
+        norms = "before each part" if family.norms.output is None else "after each sum"
+        rows.append((family.models, _architectures(family), _pairs(family), theta, norms, names))
+    return table("models", "`architectures`", "pairs", "theta", "norms", "compared as", rows=rows)
+
+
+def models_without_rotation() -> str:
+    rows = (
+        (family.models, _architectures(family), POSITIONS[family.positions], names)
+        for family, names in _compared(lambda one: one.positions in POSITIONS)
+    )
+    return table("models", "`architectures`", "positions", "compared as", rows=rows)
+
+
+def multimodal_models() -> str:
+    kinds = sorted(MULTIMODAL, key=lambda one: one.title.lower())
+    return table("models", "`architectures`", rows=((kind.title, f"`{kind.architecture}`") for kind in kinds))
+
+
+def checkpoints() -> dict[str, list[str]]:
+    """Names of the tiny checkpoints by architecture, from every table `FAMILIES` of tests/helpers/tiny_*.py."""
+    tests = ROOT / "tests"
+    if str(tests) not in sys.path:
+        sys.path.insert(0, str(tests))
+    found: dict[str, list[str]] = {}
+    for path in sorted((tests / "helpers").glob("tiny_*.py")):
+        tiny: dict[str, tuple[str, Any]] = getattr(importlib.import_module(f"helpers.{path.stem}"), "FAMILIES", {})
+        for name, (prefix, _) in tiny.items():
+            whole = prefix.endswith(("Model", "ForCausalLM"))
+            found.setdefault(prefix if whole else f"{prefix}ForCausalLM", []).append(name)
+    return found
+
+
+def _compared(chosen: Callable[[Family], bool]) -> Iterator[tuple[Family, str]]:
+    """The chosen families by name, and the names of the checkpoints that they are compared as."""
+    compared = checkpoints()
+    for family in sorted(filter(chosen, FAMILIES), key=lambda one: one.models.lower()):
+        names = compared.get(family.architecture)
+        if not names:
+            raise SystemExit(f"no tiny checkpoint of {family.architecture}: add one to tests/helpers/tiny_families.py")
+        yield family, ", ".join(names)
+
+
+def _architectures(family: Family) -> str:
+    return ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
+
+
+def _pairs(family: Family) -> str:
+    pairs = "2j, 2j + 1" if is_set({}, family.interleaved) else "j, j + d/2"
+    share = family.rules.partial_rotary_factor
+    return pairs if share == 1 else f"{pairs}; {share:g}"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    each.__name__.replace("_", " "): each
+    for each in (
+        options,
+        configuration_keys,
+        environment_variables,
+        cluster_options,
+        removed_options,
+        fields,
+        ignored_fields,
+        neutral_values,
+        metrics,
+        vllm_metrics,
+        causal_models,
+        encoders,
+        models_without_rotation,
+        multimodal_models,
+    )
+}
+
+
+def updated(text: str) -> str:
+    """The text of a page with its tables generated again."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def pages() -> dict[Path, list[str]]:
+    """The pages with generated tables, and their names."""
+    texts = ((path, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs").rglob("*.md")))
+    return {path: [name for _, name, _ in found] for path, text in texts if (found := BLOCK.findall(text))}
+
+
+def main() -> int:
+    """Write the tables, or with --check report the pages that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is not up to date")
+    check = parser.parse_args().check
+    outdated = 0
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (new := updated(text)) != text:
+            outdated += 1
+            print(path.relative_to(ROOT))
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    return int(check and outdated > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
