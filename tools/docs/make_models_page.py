@@ -116,7 +116,7 @@ their scaling is set per server and per request. Those of Granite 4 H do not rot
   model's own [prediction layer](serving.md#the-models-own-prediction-layer) carries none.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
-* **On a GPU** their decode steps are captured as [those of other models](gpu.md#decode-steps), but each draws one token.
+* **On a GPU** their decode steps are captured as [those of other models](guides/gpu.md#cuda-graphs), but each draws one token.
   `--kv-host-memory` holds as many states as blocks of keys, which take most of it. Their programs were tested in
   Triton's interpreter and have run on no GPU.
 

@@ -28,7 +28,7 @@ COMING_FROM = PAGE.with_name("coming-from.md")
 SEE = {
     "adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
     "cache-on-disk.md": ("kv_persist", "kv_persist_size"),
-    "security.md#what-a-key-does-not-share": ("shared_prefix_cache",),
+    "guides/deployment.md#cache-separation-between-keys": ("shared_prefix_cache",),
     "embeddings.md#rerankers-that-answer": ("rerank_tokens", "rerank_template"),
     "endless-context.md": (
         "context_overflow",
@@ -38,20 +38,22 @@ SEE = {
         "attention_window",
         "cache_reuse",
     ),
-    "gpu.md": ("device", "gpu_memory_utilization", "kv_host_memory", "cuda_graphs", "burst_ms"),
+    "guides/gpu.md": ("device", "gpu_memory_utilization", "kv_host_memory", "cuda_graphs", "burst_ms"),
     "http.md#looking-on": ("attention_maps",),
-    "monitoring.md": ("metrics_names", "otel_endpoint", "log_format"),
+    "guides/monitoring.md": ("metrics_names", "otel_endpoint", "log_format"),
     "page.md": ("ui",),
     "reasoning.md": ("reasoning_parser",),
-    "replay.md": ("record", "record_text", "record_limit"),
+    "guides/monitoring.md#record-and-replay": ("record", "record_text", "record_limit"),
     "responses.md#what-is-kept": ("response_store",),
     "rotary.md": ("rope_scaling", "rope_update"),
-    "scale.md": ("tensor_parallel", "replicas", "pin_cores"),
-    "serving.md#connections": ("max_connections", "header_timeout", "keep_alive_timeout", "write_timeout"),
-    "serving.md#engine-restarts": ("crash_dir",),
+    "guides/scaling-out.md": ("tensor_parallel", "replicas", "pin_cores"),
+    "guides/deployment.md#connection-limits": ("max_connections", "header_timeout", "keep_alive_timeout", "write_timeout"),
+    "guides/troubleshooting.md#engine-restarts": ("crash_dir",),
     "serving.md#keeping-quantized-weights": ("weight_cache",),
-    "serving.md#keys-origins-tls": ("ssl_certfile", "api_key", "cors_origin", "allowed_hosts"),
-    "serving.md#named-keys-and-limits": ("api_key_file",),
+    "guides/deployment.md#api-keys": ("api_key",),
+    "guides/deployment.md#hosts-and-origins": ("cors_origin", "allowed_hosts"),
+    "guides/deployment.md#tls": ("ssl_certfile",),
+    "guides/deployment.md#named-keys-and-limits": ("api_key_file",),
     "serving.md#quantized-weights": ("quantization", "activations"),
     "serving.md#rotary-scaling-of-requests": ("rope_profile", "rope_policy"),
     "serving.md#speculative-decoding": (
@@ -65,7 +67,7 @@ SEE = {
     "serving.md#the-models-own-sampling": ("generation_config", "override_generation_config"),
     "serving.md#the-type-of-numbers": ("dtype", "kv_cache_dtype"),
     "serving.md#tuning-the-step-time": ("target_step_ms", "max_num_batched_tokens"),
-    "serving.md#unix-sockets": ("uds",),
+    "guides/deployment.md#unix-sockets": ("uds",),
     "serving.md#variables-of-the-chat-template": ("default_chat_template_kwargs",),
     "tools.md": ("tool_call_parser",),
 }
@@ -98,7 +100,7 @@ These settings have an environment variable only. They are meant for comparisons
 
 _CLUSTER = """## `windlass ray deploy`
 
-The options above, as far as they apply to a [deployment](scale.md), and these:
+The options above, as far as they apply to a [deployment](guides/scaling-out.md), and these:
 """
 
 _REMOVED_HEAD = """| earlier option | replacement |
