@@ -80,9 +80,7 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_other_hosts(clo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong", ["[there](no-such-page.md)", "[there](gpu.md#no-such-heading)", "![there](none.png)"]
-)
+@pytest.mark.parametrize("wrong", ["[there](no-such-page.md)", "[there](gpu.md#no-such-heading)", "![there](none.png)"])
 def test_a_broken_link_fails_the_build(clone: Path, wrong: str) -> None:
     page = clone / "docs" / "guides" / "troubleshooting.md"
     original = page.read_text(encoding="utf-8")
