@@ -35,7 +35,7 @@ RUN_BY = {
         "docs/tools.md",
     },
     "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
-    "tests/e2e/test_in_process.py": {"docs/in-process.md", "docs/first-steps.md"},
+    "tests/e2e/test_in_process.py": {"docs/in-process.md", "docs/start/quickstart.md"},
     "tests/docs/test_guide_pages.py": {
         f"docs/guide/{name}.md" for name in ("order", "rotation", "by-hand", "cache", "scaling", "without")
     },

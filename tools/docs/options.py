@@ -22,8 +22,6 @@ from windlass.server.config.server_options import (
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
-COMING_FROM = PAGE.with_name("coming-from.md")
-
 # Pages that say more.
 SEE = {
     "adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
@@ -168,12 +166,8 @@ def _escape(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page, and the table of removed options on the migration page."""
+    """Write the page."""
     PAGE.write_text(render_page(), encoding="utf-8")
-    page = COMING_FROM.read_text(encoding="utf-8")
-    before, _, rest = page.partition(_REMOVED_HEAD)
-    after = rest.partition("\n\n")[2]
-    COMING_FROM.write_text(f"{before}{render_removed()}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
