@@ -33,7 +33,7 @@ RUN_BY = {
         "docs/reference/python.md",
     },
     "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
-    "tests/e2e/test_in_process.py": {"docs/reference/python.md", "docs/first-steps.md"},
+    "tests/e2e/test_in_process.py": {"docs/reference/python.md", "docs/start/quickstart.md"},
     "tests/docs/test_guide_pages.py": {"docs/internals/rotary-embeddings.md"},
 }
 

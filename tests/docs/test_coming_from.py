@@ -1,4 +1,4 @@
-"""docs/coming-from.md: its options, scalings and methods exist, and every option of another server has a hint."""
+"""docs/start/coming-from.md: its options, scalings and methods exist, and every option of another server has a hint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.server.config import migration_hints
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.completions import CompletionRequest
 
-PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "coming-from.md").read_text(encoding="utf-8")
 FIELDS = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
 
 

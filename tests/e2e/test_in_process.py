@@ -220,7 +220,7 @@ def test_values_of_python_types_are_accepted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("reference/python.md", 3), ("first-steps.md", 1)])
+@pytest.mark.parametrize(("name", "count"), [("reference/python.md", 3), ("start/quickstart.md", 1)])
 def test_examples_of_a_page_run(capsys: pytest.CaptureFixture[str], name: str, count: int) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Take the screenshots of docs/page.md in Chromium, with smollm2.
+"""Take the screenshots of docs/start/chat.md in Chromium, with smollm2.
 
 .venv/bin/python tools/docs/make_page_pictures.py [--url URL] [--only NAME]
 

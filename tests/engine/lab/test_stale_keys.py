@@ -1,6 +1,6 @@
 """Length-dependent frequencies with a KV cache: each policy equals its reference, and transformers' cache equals none.
 
-The references are in `helpers.rotary_oracles`. docs/stale-keys.md has the same comparison in detail.
+The references are in `helpers.rotary_oracles`. docs/guides/cache.md has the same comparison in detail.
 """
 
 from __future__ import annotations
