@@ -34,7 +34,7 @@ RUN_BY = {
         "docs/structured-output.md",
         "docs/tools.md",
     },
-    "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
+    "tests/docs/test_load_testing_docs.py": {"docs/guides/load-testing.md"},
     "tests/e2e/test_in_process.py": {"docs/in-process.md", "docs/first-steps.md"},
     "tests/docs/test_guide_pages.py": {
         f"docs/guide/{name}.md" for name in ("order", "rotation", "by-hand", "cache", "scaling", "without")
