@@ -190,7 +190,7 @@ def test_links_have_targets(page):
             assert anchor in {slug(heading) for heading in headings}, target
 
 
-INSIDE = [ROOT / "docs" / name for name in ("architecture.md", "where.md")]
+INSIDE = [ROOT / "docs" / "internals" / "architecture.md"]
 FOLDERS = ("server", "engine", "kernels", "clients", "lab", "tests", "docs", "deploy", "benchmarks", "models", "tools")
 
 
