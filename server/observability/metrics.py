@@ -136,7 +136,7 @@ _PERSIST_COUNTERS = {
         "Prompt tokens whose KV blocks came back from files or the host's memory.",
     ),
     "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files of KV blocks that their checksum betrayed."),
-    "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name says."),
+    "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name states."),
     "kv_persist_lost_blocks": ("persist.lost_blocks", "KV blocks evicted before they were written."),
     "kv_persist_evicted_blocks": ("persist.evicted_blocks", "Files of KV blocks removed to hold the cap."),
     "kv_persist_failures": ("persist.failures", "Failures to read, write or copy KV blocks."),

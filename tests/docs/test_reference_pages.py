@@ -213,7 +213,7 @@ def test_files_and_classes_named_on_a_page_exist(page):
 
 
 def test_no_text_recommends_installation_from_a_package_index():
-    """This project is not published there, so the name may belong to somebody else."""
+    """This project is not published there, so the name may belong to another project."""
     code = [
         path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")
     ]
