@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Regular expressions, without regard to case. A space stands for any white space.
+# Regular expressions, without regard to case. A space matches any white space.
 PHRASES = {
     r"tells?|told|telling": "report, show, distinguish",
     r"says?|said|saying": "state, report, return",
@@ -74,10 +74,8 @@ _SUFFIXES = {".md": "markdown", ".py": "python", ".h": "c", ".cpp": "c", ".js": 
 _SUFFIXES |= dict.fromkeys((".toml", ".yml", ".yaml", ".sh", ".conf", ".txt"), "hash")
 _NAMES = {"Makefile": "hash", "Dockerfile": "hash", "run": "hash"}
 
-_PATTERN = re.compile(
-    "|".join(rf"(?P<p{at}>\b(?:{phrase.replace(' ', chr(92) + 's+')})\b)" for at, phrase in enumerate(PHRASES)),
-    re.IGNORECASE,
-)
+_ALTERNATIVES = (f"(?P<p{at}>{phrase.replace(' ', chr(92) + 's+')})" for at, phrase in enumerate(PHRASES))
+_PATTERN = re.compile(rf"\b(?:{'|'.join(_ALTERNATIVES)})\b", re.IGNORECASE)
 _REPLACEMENTS = list(PHRASES.values())
 _MIN_PROSE = 25  # characters of a string that may be prose
 
