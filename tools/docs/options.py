@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 COMING_FROM = PAGE.with_name("coming-from.md")
 
-# Pages that say more.
+# Pages with more details.
 SEE = {
     "adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
     "cache-on-disk.md": ("kv_persist", "kv_persist_size"),
