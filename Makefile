@@ -24,7 +24,7 @@ help:
 	@echo "make test      quick tests: unit, kernels, engine and API (TESTERS=processes)"
 	@echo "make test-all  all tests but the soaks, with Ray and Triton (MARKS=soak TESTERS=0: the soaks, which take hours)"
 	@echo "make test-gpu  tests of kernels, engines and servers on a GPU (DEVICE=cuda:1, TESTERS=14, MARKS=slow)"
-	@echo "make check     formatter, linter, types and import contracts"
+	@echo "make check     formatter, linter, types, import contracts and style of texts"
 	@echo "make format    apply the formatter and the fixes of the linter"
 	@echo "make docs      build the documentation site in build/docs and check its links"
 	@echo "make bench     compare with the peers installed in work/peers (BENCH=options of benchmarks/peers.py)"
@@ -86,6 +86,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/docs/style.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

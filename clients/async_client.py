@@ -78,7 +78,7 @@ class AsyncClient:
     tests and unusual networks. Raises ValueError for a malformed URL or key.
 
     Every method that sends a body accepts the fields of that body by their API names, and the fields of `CallOptions`. Except
-    where a method says otherwise, it raises a subclass of APIError.
+    where a method documents another error, it raises a subclass of APIError.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ LOCK = ROOT / "requirements.lock"
 EXTRAS = ("hub", "otel")
 HEAD = """\
 # Made by `make lock`; do not edit. pip install --require-hashes -r requirements.lock, then pip install --no-deps . ./clients
-# torch is the build of PyPI, with the CUDA libraries on Linux. The CPU build has other hashes: see docs/release.md.
+# torch is the build of PyPI, with the CUDA libraries on Linux. The CPU build has other hashes: see CONTRIBUTING.md.
 """
 
 

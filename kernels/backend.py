@@ -152,7 +152,7 @@ class Backend(ABC):
 
     @property
     def is_fallback(self) -> bool:
-        """Whether faster kernels exist for this kind of device but cannot be used: `explain` says why."""
+        """Whether faster kernels exist for this kind of device but cannot be used: `explain` gives the reason."""
         return False
 
     # -- memory --

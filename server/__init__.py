@@ -1,5 +1,5 @@
 """The HTTP server and its command line.
 
-Each room imports from those below it alone: cli, startup, app, routes, answers, generation, exchange, text, protocol and
-http, errors, options.
+Each package imports only from those below it: cli, startup, application, openapi, api, serving, app and http, observability and
+text, schemas, config, errors.
 """

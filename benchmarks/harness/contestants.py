@@ -1,6 +1,6 @@
 """Contestants: Windlass and the installed peers, each of which can start, measure and stop.
 
-A contestant that lacks something says so with WorkerError when it starts; nothing here decides what to do about that.
+A contestant that lacks something raises WorkerError when it starts; the caller decides what to do about it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Contestant(Protocol):
 
     slow: takes so long to start that it takes part only when it is named.
 
-    weight_bytes: of what a decode step reads, None where the program does not say.
-    cache: the dtype that its cache has now and its bytes of a token, None where the program does not say.
+    weight_bytes: of what a decode step reads, None where the program does not report it.
+    cache: the dtype that its cache has now and its bytes of a token, None where the program does not report it.
     measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra. It calls
     `prepared` when only the timed part remains, or before its command where it cannot be held there.
     startup returns seconds until ready and peak bytes, or None where the program has no such thing.

@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 
 def fields_of(file: Path) -> list[Field]:
-    """The metadata of a GGUF file, but what the next writer says itself."""
+    """The metadata of a GGUF file, without the keys that the next writer sets itself."""
     found = []
     for key, field in gguf.GGUFReader(file).fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):

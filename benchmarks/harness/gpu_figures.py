@@ -100,7 +100,7 @@ class Bounds:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for a table: the type of an error and the first line of what it says, if it says anything."""
+    """One line for a table: the type of an error and the first line of its message, if it has one."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]]).replace("|", "/")
 

@@ -58,7 +58,7 @@ class Streams:
         self._rng, self._count = random.Random(0), 0
 
     def add(self, length: int, tokens: int, **fields: Any) -> str:
-        """A stream, greedy unless `draw` says otherwise, behind a prompt of random tokens; its id."""
+        """A stream, greedy unless `draw` is set, behind a prompt of random tokens; its id."""
         request = self._request(length, tokens, **fields)
         self.core.add(request)
         return request.request_id

@@ -14,7 +14,7 @@ WEIGHT_BITS = {
     "q8_0": 8.5,  # a float16 scale per 32 weights
     "int4": 4.5,  # the same
     "q4_0": 4.5,
-}  # what a program holds otherwise it says itself
+}  # a program with other values reports them itself
 # Bytes of one head's key or value of `n` numbers: float32, and int8 with one float32 scale per token and head.
 KV_ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 

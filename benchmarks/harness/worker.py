@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 
 class WorkerError(Exception):
-    """The contestant cannot run or did not answer; the message says why."""
+    """The contestant cannot run or did not answer; the message gives the reason."""
 
 
 class Handler(Protocol):

@@ -297,7 +297,7 @@ def _sides(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
     first, second = files[:position], [name for name in files[position:] if name != _SIDE_SEPARATOR]
     if not first or not second or (_SIDE_SEPARATOR not in files and len(files) > 2):
         raise CommandError(
-            f"{len(files)} files do not say which to compare with which: write A.json B.json, or several runs of each "
+            f"{len(files)} files are ambiguous: write A.json B.json, or several runs of each "
             "with -- between, such as a1.json a2.json a3.json -- b1.json b2.json b3.json"
         )
     return [Path(name) for name in first], [Path(name) for name in second]

@@ -319,7 +319,7 @@ class RunResult:
             kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(self.errors.items(), key=lambda e: -e[1]))
             found.append(
                 f"{self.failed:,} of {len(self.records):,} requests failed ({kinds}): latencies count completed requests "
-                "only, so they may look better than what clients experienced"
+                "only, so they may be better than what clients experienced"
             )
         short = sum(r.asked_tokens is not None and r.output_tokens < r.asked_tokens for r in self.completed)
         if short:

@@ -33,7 +33,7 @@ _METRICS_SECONDS = 5.0  # a server that no longer responds must not delay the re
 
 
 class LoadTestError(Exception):
-    """A load test cannot be made: one line that says what to change, such as the URL, the key, the model or a length."""
+    """A load test cannot be made: one line that names what to change, such as the URL, the key, the model or a length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,7 +274,7 @@ class BlockManager:
             num_missing = end - len(table.blocks)
             if num_missing > 0 or copy:
                 if max(0, num_missing) + copy > pool.num_available:
-                    raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
+                    raise RuntimeError(f"no free blocks for {num_tokens} tokens: call `capacity` first")
                 needs.append((group, pool, table, copy))
         copies = self._states.make_writable(cache)
         for group, pool, table, copy in needs:

@@ -139,7 +139,7 @@ class DamagedBlockError(Exception):
 
 
 class ForeignBlockError(Exception):
-    """The file is intact but holds another block than its name says."""
+    """The file is intact but holds another block than its name states."""
 
 
 @dataclass(frozen=True, slots=True)

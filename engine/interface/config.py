@@ -70,7 +70,7 @@ class LoadingConfig:
     """Source of the weights.
 
     format: dummy means random weights generated from `seed`. weight_cache: folder in which quantized weights are stored for the
-    next start, "beside" for a folder in the model's directory, None to disable. shared_memory: descriptors of memory files (one
+    next start, `beside` for a folder in the model's directory, None to disable. shared_memory: descriptors of memory files (one
     for the model, one for a draft model) through which several engines share one copy of their weights; empty: not shared.
     """
 

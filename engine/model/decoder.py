@@ -59,7 +59,7 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm and head of one model on one backend.
 
-    Matrices may be stored in fewer bits than they are computed with, as the plan says; biases have the compute dtype.
+    Matrices may be stored in fewer bits than they are computed with, according to the plan; biases have the compute dtype.
     """
 
     def __init__(

@@ -404,7 +404,7 @@ def rotary_angles(kernels: HasLibrary, inv_freq: Tensor, rows: Tensor, positions
 
 def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
     """See `Backend.latent_expansion`. narrow: whether attention over 16-bit and latent pages uses AMX. Torch's products use
-    it too, the products of single queries do not. Measured: docs/benchmarks-history.md."""
+    it too, the products of single queries do not. Measured: docs/internals/benchmarks.md."""
     if narrow and pages.key.dtype != torch.float32:
         return LatentExpansion(1.25, 10.0, torch.bfloat16)
     return LatentExpansion(1.25, 1.25)

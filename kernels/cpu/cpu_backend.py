@@ -80,7 +80,7 @@ class CompiledBackend(Backend):
     _decode = attention_bindings.paged_attention_decode
 
     def __init__(self, options: BackendOptions) -> None:
-        """Raises KernelsUnavailableError where `refusal` says why."""
+        """Raises KernelsUnavailableError with the text of `refusal`."""
         super().__init__(options)
         self.library = library.load()
         self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))

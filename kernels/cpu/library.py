@@ -254,7 +254,7 @@ Function = Callable[..., int]
 
 
 class KernelsUnavailableError(RuntimeError):
-    """The compiled CPU kernels cannot be used here; the message says why and what to do."""
+    """The compiled CPU kernels cannot be used here; the message gives the reason and the remedy."""
 
 
 class HasLibrary(Protocol):

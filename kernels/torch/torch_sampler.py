@@ -405,8 +405,10 @@ def _log_sums(rows: Tensor) -> Tensor:
 def token_logprobs(
     logits: Tensor, rows: Tensor, targets: Tensor, k: int, log_sums: Callable[[Tensor], Tensor] = _log_sums
 ) -> TopLogprobs:
-    """What rows of logits [R, V] say of a token each. rows, targets: [N] int64. k: 0 .. V. log_sums: of the exponentials of
-    float32 rows [n, V], as [n, 1]."""
+    """Log-probabilities and alternatives of one token per row of logits [R, V].
+
+    rows, targets: [N] int64. k: 0 .. V. log_sums: of the exponentials of float32 rows [n, V], as [n, 1].
+    """
     count = len(targets)
     found = TopLogprobs(
         np.empty(count, np.float32),

@@ -21,8 +21,8 @@ from windlass.kernels.triton.page_addressing import (
 
 @triton.jit
 def rotary_dims(HALF: tl.constexpr, DIM: tl.constexpr):
-    """First dims of rotated pairs, and dims that are not rotated, each with a mask of valid ones. There is room for the
-    padding of codes."""
+    """First dims of rotated pairs, and dims that are not rotated, each with a mask of valid ones. The
+    padding of codes is included."""
     pair = tl.arange(0, power_of_two(HALF))
     rest = 2 * HALF + tl.arange(0, power_of_two((DIM + 3) // 4 * 4 - 2 * HALF))
     return pair, pair < HALF, rest, rest < DIM

@@ -12,7 +12,7 @@ from windlass.server.config.server_options import OPTIONS
 if TYPE_CHECKING:
     from windlass.clients import APIError
 
-# Parameters of the short help page besides a command's own options.
+# Parameters of the short help page in addition to a command's own options.
 COMMON_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.main)
 
 _HELP_ALL = "windlass.help_all"

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, dataclass_transform
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.interface.config import parse_dtype, parse_size
 
-# How an option is set besides its environment variable: on the command line and in the configuration file, in the
+# How an option is set, apart from its environment variable: on the command line and in the configuration file, in the
 # configuration file only, or not at all (a variable for experts).
 Scope = Literal["flag", "key", "variable"]
 

@@ -1,4 +1,4 @@
-"""Options of `windlass serve` and `windlass ray deploy` besides the engine's, and the settings that they make."""
+"""Options of `windlass serve` and `windlass ray deploy`, without the engine's, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class SamplingOptions:
 
 @options
 class ServerOptions(SamplingOptions):
-    """Options of `windlass serve` besides the engine's."""
+    """Options of `windlass serve`, without the engine's."""
 
     host: str = Panel.NETWORK.option(
         text("an address", "HOST"),
@@ -645,7 +645,7 @@ def _read_deployment_name(value: Any) -> str:
 
 @options
 class ClusterOptions:
-    """Options of `windlass ray deploy` besides the engine's and the server's."""
+    """Options of `windlass ray deploy`, without the engine's and the server's."""
 
     replicas: str = Panel.CLUSTER.option(
         Kind(

@@ -74,7 +74,7 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of the HTTP side. Sizes are bytes and times are seconds unless the name says otherwise.
+    """Settings of the HTTP side. Sizes are bytes and times are seconds unless the name states another unit.
 
     served_model_name: model id in the API. other_model_names: further ids that requests may use. any_model_name: requests may
     use any other name, too.

@@ -137,7 +137,7 @@ NamespaceOfCall = Annotated[
     Annotated[str, Field(max_length=128)] | None, Field(description="Namespace of the tool. Default: none.")
 ]
 
-CUSTOM_INPUT = "input"  # the argument of the function that stands for a custom tool
+CUSTOM_INPUT = "input"  # the argument of the function that represents a custom tool
 
 
 def offered_name(namespace: str | None, name: str) -> str:

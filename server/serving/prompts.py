@@ -104,7 +104,7 @@ def check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
     require_fill_in(job, "suffix")
     if body.truncate_prompt_tokens is not None:
         raise bad_request(
-            "truncate_prompt_tokens cannot say which side of a gap to cut: cut prompt and suffix before sending them",
+            "truncate_prompt_tokens does not define which side of a gap to cut: cut prompt and suffix before sending them",
             "truncate_prompt_tokens",
         )
 

@@ -64,10 +64,10 @@ def summary(
     if info.generates and not chats:
         lines.append("  chats     none: the model has no chat template (--chat-template FILE gives it one)")
     if sampling:
-        lines.append(f"  sampling  {sampling}, where a request does not say")
+        lines.append(f"  sampling  {sampling}, unless a request sets it")
     elif info.generates:
         neutral = "temperature 1, from all tokens"
-        lines.append(f"  sampling  {neutral}, where a request does not say (--override-generation-config sets it)")
+        lines.append(f"  sampling  {neutral}, unless a request sets it (--override-generation-config sets it)")
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {with_option_names(notice)}" for notice in info.notices]
@@ -119,7 +119,7 @@ def _capacity(info: ModelInfo | ModelSize) -> str:
     each = min(tokens // streams, info.max_model_len)
     shared = f", or {streams:,} of {each:,}" if whole < streams else ""
     states = f"; {info.num_states:,} states of {size(info.state_bytes)}" if info.num_states else ""
-    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): room for {longest}{shared}{states}"
+    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): holds {longest}{shared}{states}"
 
 
 def count(number: int) -> str:

@@ -207,7 +207,7 @@ class ThinkingParser(_ThinkingStage):
     """Parser of answers with one thought at the beginning.
 
     White space around the thinking belongs neither to it nor to the answer. A call after an opener of calls ends the
-    thinking; what follows such a marker and is no call belongs to the thinking.
+    thinking; text after such a marker that is not a call belongs to the thinking.
     """
 
     def __init__(self, format: ThinkingFormat, phase: ThinkingPhase, plan: ParsingPlan) -> None:

@@ -76,7 +76,7 @@ _LARK = re.compile(LARK_LITERAL, re.DOTALL)
 def enforced_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return a copy in which objects that name members permit no others, without string formats that llguidance rejects.
 
-    An object stays open if its schema says so, if it names no member, and if closing it could make documents impossible:
+    An object stays open if its schema requires it, if it names no member, and if closing it could make documents impossible:
     where several schemas apply to one value, and in everything that these refer to.
     Numbers and formats without a natural end are bounded. Raises ValueError for integers that llguidance would round.
     strict: keep keywords that llguidance cannot enforce, so that it rejects the schema.

@@ -32,7 +32,7 @@ RUN_BY = {
         "docs/reference/http-api.md",
         "docs/reference/python.md",
     },
-    "tests/docs/test_load_testing_docs.py": {"docs/load-testing.md"},
+    "tests/docs/test_load_testing_docs.py": {"docs/guides/load-testing.md"},
     "tests/e2e/test_in_process.py": {"docs/reference/python.md", "docs/start/quickstart.md"},
     "tests/docs/test_guide_pages.py": {"docs/internals/rotary-embeddings.md"},
 }

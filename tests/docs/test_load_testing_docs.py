@@ -1,4 +1,4 @@
-"""Commands, trace and Python example of docs/load-testing.md."""
+"""Commands, trace and Python example of docs/guides/load-testing.md."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from typer.main import get_command
 from windlass.clients.loadtest.load_plan import read_trace
 from windlass.server.cli import main as cli
 
-PAGE = (Path(__file__).parents[2] / "docs" / "load-testing.md").read_text(encoding="utf-8")
-COMMAND = get_command(cli.app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "load-testing.md").read_text(encoding="utf-8")
+BENCH = get_command(cli.app).commands["bench"]  # type: ignore[attr-defined]
 
 
 def test_commands_are_accepted():
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in joined(block)]
-    assert len(commands) >= 7
-    for command in commands:
-        words = shlex.split(command)
-        assert words[:3] == ["windlass", "bench", "serve"]
-        context = COMMAND.make_context("serve", words[3:])  # raises for a wrong option or value
-        assert context.params["url"] == "http://127.0.0.1:8000"
-
-
-def joined(block: str) -> list[str]:
-    lines = block.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    """Every `windlass bench` command of the page; `$n` and `$length` are variables of loops."""
+    names = []
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if not line.strip().startswith("windlass bench "):
+                continue
+            words = shlex.split(re.sub(r"\$(n|length)", "1", line), comments=True)
+            name = words[2]
+            context = BENCH.commands[name].make_context(name, words[3:])  # raises for a wrong option or value
+            if name == "serve":
+                assert re.fullmatch(r"http://127\.0\.0\.1:800[01]", context.params["url"])
+            names.append(name)
+    assert names.count("serve") >= 10 and names.count("report") >= 2 and names.count("compare") >= 2
 
 
 def test_the_trace_can_be_read(tmp_path):

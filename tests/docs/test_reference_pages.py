@@ -228,7 +228,7 @@ def test_links_have_targets(page):
             assert anchor in {slug(heading) for heading in headings}, target
 
 
-INSIDE = [ROOT / "docs" / name for name in ("architecture.md", "where.md")]
+INSIDE = [ROOT / "docs" / "internals" / "architecture.md"]
 FOLDERS = ("server", "engine", "kernels", "clients", "lab", "tests", "docs", "deploy", "benchmarks", "models", "tools")
 
 
@@ -251,7 +251,7 @@ def test_files_and_classes_named_on_a_page_exist(page):
 
 
 def test_no_text_recommends_installation_from_a_package_index():
-    """This project is not published there, so the name may belong to somebody else."""
+    """This project is not published there, so the name may belong to another project."""
     code = [
         path for folder in ("server", "engine", "kernels", "clients", "lab") for path in (ROOT / folder).rglob("*.py")
     ]

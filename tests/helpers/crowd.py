@@ -30,7 +30,7 @@ class Crowd:
     """Running crowd. opened: number of connections so far.
 
     ask: request that each client sends without reading the answer. ends: after the end, counts of answers by status and
-    "whole", "told" (an error in a stream) or "cut".
+    "whole", `told` (an error in a stream) or "cut".
     """
 
     def __init__(self, url: str, count: int, source: str, ask: bytes = b"") -> None:

@@ -1,7 +1,7 @@
 """Code blocks of a page, their comments, and the output of Python blocks.
 
 A block of Python may be followed at once by a block of `text`: what it prints. The blocks of a page share their names, from top
-to bottom, as in a notebook. A comment `<!-- not run: WHY -->` before a block says that no test runs it.
+to bottom, as in a notebook. A comment `<!-- not run: WHY -->` before a block declares that no test runs it.
 """
 
 from __future__ import annotations

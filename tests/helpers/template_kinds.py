@@ -47,7 +47,7 @@ GEMMA = """
 {% endfor %}
 {%- if add_generation_prompt %}<model>{% endif %}"""
 
-# Alternating turns besides calls and results, ids of nine characters, every call with its result.
+# Alternating turns apart from calls and results, ids of nine characters, every call with its result.
 MISTRAL = """
 {%- if messages[0].role == 'system' %}{% set system, rest = messages[0].content, messages[1:] %}
 {%- else %}{% set system, rest = '', messages %}{% endif %}
@@ -72,7 +72,7 @@ MISTRAL = """
 {%- else %}{{ raise_exception('Only user, assistant and tool roles are supported') }}{% endif %}
 {%- endfor %}"""
 
-# One call in a turn; functions stand in the first user message.
+# One call in a turn; functions are in the first user message.
 LLAMA31 = """
 {%- if messages[0]['role'] == 'system' %}{% set system, rest = messages[0]['content'] | trim, messages[1:] %}
 {%- else %}{% set system, rest = '', messages %}{% endif %}<system>{{ system }}

@@ -1,5 +1,5 @@
 // Draws one chart with uPlot: points or lines of several series, a box with the nearest point's values, light and dark.
-// Knows nothing of load tests. All text reaches the page as textContent or on a canvas, never as HTML.
+// Independent of load tests. All text reaches the page as textContent or on a canvas, never as HTML.
 "use strict";
 const Chart = (() => {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -54,7 +54,7 @@ const Chart = (() => {
     return best;
   };
 
-  // The box beside the pointer. text(u, left, top) gives its lines and where it points, or null.
+  // The box next to the pointer. text(u, left, top) gives its lines and where it points, or null.
   const tipPlugin = (text) => {
     let tip;
     return {
@@ -128,7 +128,7 @@ const Chart = (() => {
     width: Math.max(200, host.clientWidth), height: spec.height || Math.max(210, Math.min(320, host.clientWidth * 0.6)),
   });
 
-  // Room for the widest label of the y axis.
+  // Width of the widest label of the y axis.
   const labelRoom = (u, values) => 14 + 7 * Math.max(2, ...(values || []).map((value) => String(value).length));
 
   const paddedRange = (values, log, marks) => {

@@ -36,7 +36,7 @@
       render(figure);
     });
 
-  // Percentiles stand at -log10(1 - p): 90, 99 and 99.9 % are a step apart.
+  // Percentiles are drawn at -log10(1 - p): 90, 99 and 99.9 % are a step apart.
   const tailPlace = (percent) => -Math.log10(1 - percent / 100);
   const tailTicks = [50, 90, 99, 99.9, 99.99].map((percent) => [tailPlace(percent), percent + " %"]);
 

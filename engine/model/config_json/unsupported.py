@@ -153,7 +153,7 @@ _IS_DRAFT_HEAD = (
 
 
 def describe_draft_head(config: Mapping[str, Any]) -> str | None:
-    """Error message for the config.json of a draft head, which is no model by itself; None for others."""
+    """Error message for the config.json of a draft head, which cannot run without its model; None for others."""
     named = config.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else named or config.get("model_type", ""))
     if _DRAFT_HEAD.search(architecture) or any(config.get(key) is not None for key in _DRAFT_HEAD_KEYS):

@@ -131,7 +131,7 @@ def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
     inner = read_size(config, "mamba_d_ssm", 1024) if "mamba_d_ssm" not in config or config["mamba_d_ssm"] else None
     if inner is None:
         inner = read_size(config, "mamba_expand", 2, most=MAX_SIZE) * read_size(config, "hidden_size")
-    shape = read_mamba_shape(config, inner, f"the {inner} that mamba_d_ssm, or mamba_expand times hidden_size, says")
+    shape = read_mamba_shape(config, inner, f"the {inner} of mamba_d_ssm or of mamba_expand times hidden_size")
     state_in = _factor(config, _STATE_IN)
     bias, out_bias = (read_flag(config, name) for name in _BIASES)
     if bias != out_bias or (bias and state_in != 1):

@@ -84,7 +84,7 @@ VAULT_GEMMA = replace(
 def _local_layers(facts: LayerFacts, interval: int) -> list[str]:
     """Every `interval`-th layer is global, or those that `layer_types` lists."""
     if not facts.windowed:
-        # Without a window, local layers would still rotate by their own theta, but nothing says which layers are local.
+        # Without a window, local layers would still rotate by their own theta, but their list would be unknown.
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
     return facts.given or [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(facts.count)]
 
@@ -147,12 +147,12 @@ def _rewrite_gemma4(config: Config) -> dict[str, Any]:
     }
     if any(one != sizes for one in by_layer.values()) or (by_layer and by_layer.keys() != global_layers):
         raise LoadError(
-            "config.json: per_layer_config has to say the same of all layers of full attention in layer_types, and nothing of "
-            f"others, got {format_value(by_layer)}"
+            "config.json: per_layer_config must have the same values for all layers of full attention in layer_types, and no "
+            f"values for others, got {format_value(by_layer)}"
         )
     if not isinstance(sizes, Mapping) or not sizes.keys() <= set(_PER_LAYER_KEYS):
         raise LoadError(
-            f"config.json: per_layer_config may say {' and '.join(_PER_LAYER_KEYS)}, got {format_value(sizes)}"
+            f"config.json: per_layer_config may set {' and '.join(_PER_LAYER_KEYS)}, got {format_value(sizes)}"
         )
     result[_WIDTH] = sizes.get("head_dim", config.get("head_dim", 256))
     result[_KV_HEADS] = sizes.get("num_key_value_heads", config.get("num_key_value_heads"))

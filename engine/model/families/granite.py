@@ -132,7 +132,7 @@ def _experts(config: Config) -> int:
 
 
 def _configured_variant(family: Family, config: Config) -> Family:
-    """The family without experts, or without rotation, if config.json says so."""
+    """The family without experts, or without rotation, if config.json selects that."""
     if not _rotates(config):
         family = replace(family, positions="states")
     if _experts(config):

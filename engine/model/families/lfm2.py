@@ -145,7 +145,7 @@ LFM2 = Family(
 
 
 def _optional_selection_bias(family: Family, config: Config) -> Family:
-    """Without the selection bias, if config.json says that there is none."""
+    """Without the selection bias, if config.json disables it."""
     family = _check_aliases(family, config)
     if read_flag(config, "use_expert_bias", default=True) or family.experts is None:
         return family

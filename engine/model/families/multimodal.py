@@ -89,7 +89,7 @@ _SIZES = {
     "qwen3": (151_936, 22_016),
 }
 
-_NOTICE = "the text part of a multimodal model, without those that look at images or listen: requests have text alone"
+_NOTICE = "the text part of a multimodal model, without its image and audio encoders: requests contain text only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class TextConfig:
         """The spec of this config, adapted to the tensors in the files. tensors: all their names; empty if no files are
         read.
 
-        config.json says twice whether the head is tied, and both may be wrong: a stored head is always used.
+        config.json states twice whether the head is tied, and both may be wrong: a stored head is always used.
         """
         if not self.is_multimodal:
             return spec
@@ -166,7 +166,7 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
 
 
 def _is_tied(config: Config, own: Config, kind: MultimodalModel) -> bool:
-    """Whether config.json says that the head is tied to the embedding."""
+    """Whether config.json declares that the head is tied to the embedding."""
     for key in ("tie_embedding", "tie_word_embeddings"):  # the first is LFM2's
         if config.get(key) is not None:
             return read_flag(config, key)

@@ -129,7 +129,7 @@ def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
 
 
 def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
-    """The MTP layers; None if config.json says that there are none, or others than the published ones."""
+    """The MTP layers; None if config.json declares none, or others than the published ones."""
     kinds, letters = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
     if kinds is None and isinstance(letters, str):
         kinds = [_BY_LETTER.get(letter) for letter in letters]

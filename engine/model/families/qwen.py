@@ -185,7 +185,7 @@ def _refine(names: GatedDeltaNetNames) -> Callable[[ModelSpec, Config], ModelSpe
 
 
 def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
-    """The MTP layer; None if config.json says that there is none, or that it has its own embedding."""
+    """The MTP layer; None if config.json declares none, or one with its own embedding."""
     if config.get("mtp_num_hidden_layers") == 0 or config.get("mtp_use_dedicated_embeddings"):
         return None
     return qwen_mtp(spec)

@@ -61,12 +61,12 @@ _WITHOUT_HEAD = (
 _UNROTATED = {
     "learned": "its positions are rows of a table that was learned",
     "alibi": "its scores lose by the distance of their keys (ALiBi)",
-    "states": "its layers that carry a state tell positions apart",
+    "states": "its layers with a recurrent state distinguish positions",
 }
 
 
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
-    """Spec of the model that config.json describes. Raises LoadError with one line that says what is not supported."""
+    """Spec of the model that config.json describes. Raises LoadError with one line that names what is not supported."""
     family, architecture = _family_of_architecture(config)
     if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
@@ -86,7 +86,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     if (unrotated := _UNROTATED.get(family.positions)) is not None:
         layout = layout.without_rotation(unrotated)
     if family.qk_norm == "after" and family.qk_norm_form.weight:
-        layout = layout.with_own_distances("whose queries and keys are normed where they stand")
+        layout = layout.with_own_distances("whose queries and keys are normed after the rotation")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
     # Instead of scaling the outputs of parts by r, the hidden state is scaled by 1 / r, which the norms remove.
@@ -391,7 +391,7 @@ def read_latent(config: Config, family: Family, sizes: LatentSizes, layout: Rota
         )
     if base.rotary_dim != base.head_dim:
         raise LoadError(
-            "config.json: partial_rotary_factor must be 1 with latent attention: qk_rope_head_dim says what rotates"
+            "config.json: partial_rotary_factor must be 1 with latent attention: qk_rope_head_dim sets the rotated dimensions"
         )
     if len(layout.groups) > 1 or any(layer.window is not None for layer in layout.layers):
         raise LoadError(

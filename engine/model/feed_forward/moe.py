@@ -195,7 +195,7 @@ class ParallelExpertsSpec:
     expert_scale: str = "router.per_expert_scale"
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Norms and scales, then the experts' weights under "beside."."""
+        """Norms and scales, then the experts' weights with the prefix `beside`."""
         count = self.experts.experts
         return (
             norm_weight("beside_dense_norm", self.dense_norm, hidden_size),

@@ -48,7 +48,7 @@ _UNDERSTOOD = frozenset(
     "vocab_size tensor_data_layout rope.scaling.finetuned attention.layer_norm_epsilon".split()
 )
 
-# Keys that would change the model, the values without effect (besides 0 and false), and the name of the changed model.
+# Keys that would change the model, the values without effect (in addition to 0 and false), and the name of the changed model.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_count": ((1,), "a mixture of experts"),
     "expert_used_count": ((1,), "a mixture of experts"),
@@ -165,8 +165,8 @@ def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, TensorLocation])
             )
         if block >= blocks - further and not has_mtp_block(block, tensors):
             raise LoadError(
-                f"tensor {format_key(name)} is of the last {further} layers, which {keys.key(_NEXTN)} says predict further "
-                "tokens, but its layer has no nextn.eh_proj: get another conversion"
+                f"tensor {format_key(name)} is of the last {further} layers, which predict further tokens "
+                f"according to {keys.key(_NEXTN)}, but its layer has no nextn.eh_proj: get another conversion"
             )
 
 
@@ -351,7 +351,7 @@ def _check_split(headers: Sequence[FileHeader]) -> None:
         count = header.metadata.get("split.count", 0) or 1
         if count != len(headers) or (len(headers) > 1 and header.metadata.get("split.no") != number):
             raise LoadError(
-                f"{header.path} says it is part {header.metadata.get('split.no')} (from 0) of {count}, its name says part "
+                f"{header.path} declares part {header.metadata.get('split.no')} (from 0) of {count}, its name part "
                 f"{number} of {len(headers)}: keep the names the files were published under"
             )
     total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)

@@ -128,7 +128,7 @@ def _by_factors(
 
 
 def _refuse_scaling(keys: ArchitectureKeys, tensor: str) -> None:
-    """Raise LoadError for factors together with a scaling by keys: no specification says which applies first."""
+    """Raise LoadError for factors together with a scaling by keys: no specification defines which applies first."""
     kind = keys.text("rope.scaling.type")
     if kind in ("linear", "yarn") and (keys.number("rope.scaling.factor") or 1.0) != 1.0:
         raise LoadError(

@@ -134,7 +134,7 @@ def load_model(
     base_model: Decoder | None = None,
     part: MTPPart | None = None,
 ) -> LoadedModel:
-    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
+    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that names the remedy.
 
     placement: of the rank that loads, if there are several. base_model, part: load this part of the MTP head of `base_model`.
     """

@@ -153,7 +153,7 @@ def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
     """The type of cached keys and values, for a model that computes in `dtype`.
 
     rounded: whether compiled kernels multiply activations rounded to 8 bits by weights in blocks. That changes predictions ten
-    thousand times as much as float16 does, and float16 halves the bytes (docs/benchmarks.md); so `auto` is float16 then.
+    thousand times as much as float16 does, and float16 halves the bytes (docs/internals/benchmarks.md), so `auto` means float16.
     """
     name = parse_cache_dtype(config.cache.dtype)
     if name != "auto":
@@ -163,7 +163,7 @@ def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
 
 def prefers_bfloat16(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, stored: str) -> bool:
     """Whether `auto` means bfloat16 on a CPU whose kernels multiply it natively: prompts take half the time for 0.0005 nats
-    (docs/benchmarks.md).
+    (docs/internals/benchmarks.md).
 
     Only for matrices that are stored in bfloat16. Not for experts and ranks, where it was not measured, and not if tokens must
     not depend on how a text was divided into chunks.
@@ -323,7 +323,7 @@ class ModelToLoad:
 
 
 def check_start(config: EngineConfig) -> ModelDescription:
-    """The model to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as far as that
+    """The model to be started. Raises LoadError, one line with the remedy, for a start that cannot succeed, as far as that
     can be determined without torch."""
     kind = expect_device(config.compute.device)
     check_tier_options(config)

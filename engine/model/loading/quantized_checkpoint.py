@@ -386,7 +386,7 @@ def _describe_packed(wanted: ExpectedTensor, widths: tuple[int, ...]) -> Quantiz
     shape = wanted.find("weight_shape", "I64", "I32")
     if read_integers(shape) != (rows, columns):
         raise LoadError(
-            f"tensor {shape.name!r} says {list(read_integers(shape))} where config.json asks for {[rows, columns]}: take the "
+            f"tensor {shape.name!r} states {list(read_integers(shape))} where config.json requires {[rows, columns]}: take the "
             "config.json that belongs to the checkpoint"
         )
     words = codes.shape[1] if len(codes.shape) == 2 else 0

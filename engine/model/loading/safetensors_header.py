@@ -137,12 +137,12 @@ def _header(file: Path) -> FileHeader:
     _check_places(found, data)
     wanted = max((tensor.end for tensor in found.values()), default=data)
     if wanted != size:
-        raise ValueError(f"it has {size} bytes where its header tells of {wanted}")
+        raise ValueError(f"it has {size} bytes, its header describes {wanted}")
     return FileHeader(file, found, metadata)
 
 
 def _check_places(tensors: Mapping[str, TensorLocation], data: int) -> None:
-    """ValueError where tensors overlap, leave holes, or have another size than their shape says. data: where the first begins."""
+    """ValueError where tensors overlap, leave holes, or do not have the size of their shape. data: where the first begins."""
     end = data
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         size = NUMBER_BYTES.get(tensor.dtype)  # the size of an unknown type is not checked

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from windlass.kernels import AttentionCall, Backend, KVPages, Weight
 
 
-LATENT_NORM_EPS = 1e-6  # of the norms inside the layer, in every implementation and whatever config.json says
+LATENT_NORM_EPS = 1e-6  # of the norms inside the layer, in every implementation, independent of config.json
 
 
 @dataclass(frozen=True, slots=True)

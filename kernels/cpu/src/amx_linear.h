@@ -3,7 +3,7 @@
 //
 // x and the weight, however it is stored, are rounded to bfloat16. A thread converts some panels at a time, a piece of K of each,
 // which stay in L2, and multiplies them by two tiles of x, which stay in L1. Products are exact and sums float32. The rounding error
-// is smaller than that of 8 bits in block_linear.h (docs/benchmarks.md).
+// is smaller than that of 8 bits in block_linear.h (docs/internals/benchmarks.md).
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Speaks to the server that this page came from. The key lives in this tab only.
-const ROOT = new URL("../", import.meta.url); // the page may stand under a proxy's path
+const ROOT = new URL("../", import.meta.url); // the page may have a proxy's path before its own
 const KEY = "windlass-key";
 
 export class ApiError extends Error {

@@ -1,4 +1,4 @@
-// The attention room: what one head of the served model attends to in a pasted text, under two scalings.
+// The attention tab: attention of one head of the served model in a pasted text, under two scalings.
 import { ApiError, postJson } from "./api.js";
 import { HeatMap, Lines } from "./charts.js";
 import { Component, html } from "./html.js";

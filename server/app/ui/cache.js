@@ -1,10 +1,10 @@
-// The cache room: the pages of the cache as they are now, who holds them, and how fast tokens come.
+// The cache tab: the pages of the cache, their owners, and tokens per second.
 import { ApiError, getJson } from "./api.js";
 import { Lines } from "./charts.js";
 import { Component, createRef, html } from "./html.js";
 
 const EVERY = 1000; // milliseconds
-const KEPT = 120; // looks back
+const KEPT = 120; // samples shown
 const COLOURS = 8; // of owners, in the style sheet
 
 const whole = (value) => Math.round(value).toLocaleString("en");
@@ -32,7 +32,7 @@ export class Cache extends Component {
     clearTimeout(this.timer);
   }
 
-  // One question after the other, and none while nobody looks.
+  // One request after the other, and none while the tab is hidden.
   ask = async () => {
     clearTimeout(this.timer);
     if (!this.alive || !this.props.shown || this.state.paused) return;

@@ -1,4 +1,4 @@
-// Charts in SVG and maps on canvas, each with its numbers as a table for whoever reads rather than looks.
+// Charts in SVG and maps on canvas, each with its numbers as a table for screen readers.
 import { Component, createRef, html } from "./html.js";
 
 const HEIGHT = 230;
@@ -12,7 +12,7 @@ export function short(value) {
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
-// On an axis there is little room.
+// Labels of an axis must be short.
 const brief = (value) => (Math.abs(value) >= 1e4 ? value.toLocaleString("en", { notation: "compact" }) : short(value));
 
 export const exact = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(9))));
@@ -133,7 +133,7 @@ export function colour(value, signed) {
   return mix(ground, low, Math.sqrt(Math.max(0, Math.min(1, value))));
 }
 
-// A map of numbers by rows: look at one cell with the pointer or the arrow keys. rows: [[number or null]]; describe: (row, column) => text.
+// A map of numbers by rows: select one cell with the pointer or the arrow keys. rows: [[number or null]]; describe: (row, column) => text.
 export class HeatMap extends Component {
   state = { row: 0, column: 0 };
   canvas = createRef();

@@ -1,4 +1,4 @@
-// The chat room: one column or two, and the field to write in, which asks all of them.
+// The chat tab: one or two columns, and the input field, which sends to all of them.
 import { Column } from "./column.js";
 import { Component, createRef, html } from "./html.js";
 import { EMPTY, Settings, starting } from "./settings.js";
@@ -17,7 +17,7 @@ export class Chat extends Component {
     this.props.slot.current = null;
   }
 
-  // Lay this scaling beside the server's own.
+  // Compare this scaling with the server's own.
   propose(written) {
     this.setState({ compared: true }, () => this.columns[1].current.setState({ scaling: written }));
     this.area.current.focus();

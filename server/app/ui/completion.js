@@ -1,4 +1,4 @@
-// The completion room: a text that the model continues, token by token, with what it might have said instead.
+// The completion tab: a text that the model continues, token by token, with the alternatives of each token.
 import { ApiError, postJson, stream } from "./api.js";
 import { Component, createRef, html } from "./html.js";
 import { fieldOf, nameOf, ScalingPicker, SERVERS_OWN } from "./scaling.js";
@@ -90,7 +90,7 @@ export class Completion extends Component {
     return `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s${cached ? `, ${cached} of the prompt's from the cache` : ""}`;
   }
 
-  // Keep what stands before token `index`, put another in its place (or keep it), and go on.
+  // Keep the text before token `index`, replace that token (or keep it), and continue.
   continueFrom = (index, id) => {
     const { tokens, prompt } = this.state;
     const before = tokens.slice(0, index);
@@ -155,7 +155,7 @@ export class Completion extends Component {
   }
 }
 
-// {"token_id:17": -0.3, …} as a list, likeliest first.
+// {"token_id:17": -0.3, …} as a list, most likely first.
 function entries(top) {
   return Object.entries(top ?? {})
     .map(([name, logprob]) => ({ id: Number(name.slice(NAME.length)), logprob }))

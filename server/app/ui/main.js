@@ -1,4 +1,4 @@
-// The page: its head, the door where a key is asked for, and the rooms. A room stays as it was while another is shown.
+// The page: its header, the form that asks for a key, and the tabs. A hidden tab keeps its state.
 import { getJson, hasKey, keepKey } from "./api.js";
 import { Attention } from "./attention.js";
 import { Cache } from "./cache.js";
@@ -46,7 +46,7 @@ class Page extends Component {
     this.load();
   };
 
-  // The chat lays a scaling beside the server's own.
+  // The chat compares a scaling with the server's own.
   compare = (written) => {
     location.hash = "chat";
     this.setState(({ visited }) => ({ room: "chat", visited: new Set([...visited, "chat"]) }), () => this.chat.current.propose(written));

@@ -17,7 +17,7 @@ export function Markdown({ text }) {
 
 const blocks = (tokens, depth) => tokens.map((token) => (depth > DEEPEST ? token.raw : block(token, depth + 1)));
 
-// depth: of what stands inside the token.
+// depth: nesting of the tokens inside this one.
 function block(token, depth) {
   switch (token.type) {
     case "space":
@@ -86,7 +86,7 @@ function Code({ text, language }) {
   </div>`;
 }
 
-// Says on the button what became of it.
+// Shows the result on the button.
 export async function copyText(text, button) {
   const before = button.textContent;
   try {

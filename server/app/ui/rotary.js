@@ -1,4 +1,4 @@
-// The rotary room: what the model rotates by, and what a scaling makes of it. The server computes every number that is shown.
+// The rotary tab: the model's frequencies and the effect of a scaling. The server computes every number that is shown.
 import { ApiError, getJson, postJson } from "./api.js";
 import { exact, HeatMap, Lines, short } from "./charts.js";
 import { Component, html } from "./html.js";

@@ -1,4 +1,4 @@
-// What a request is sent with besides its messages: fields of a form, and from them the fields of a body.
+// Settings of a request in addition to its messages: fields of a form, and the fields of the body made from them.
 import { html } from "./html.js";
 
 const NUMBERS = [

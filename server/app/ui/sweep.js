@@ -34,7 +34,7 @@ function bins(logprobs, from, to) {
 // Kinds with a factor, as quick additions.
 const QUICK = Object.keys(KINDS).filter((kind) => kind !== "default");
 
-// chosen: what is compared beside the server's own and the sliders' scaling, each of which has a box of its own.
+// chosen: scalings compared in addition to the server's own and the sliders', which have boxes of their own.
 export class Sweep extends Component {
   state = { text: "", own: true, sliders: true, chosen: [], runs: [], done: 0, total: 0, busy: false, error: null, note: null };
 
@@ -143,7 +143,7 @@ export class Sweep extends Component {
   }
 }
 
-// What tells two scalings apart. An unfinished JSON is told by its text.
+// Key that distinguishes two scalings. That of unfinished JSON is its text.
 function keyOf(picked) {
   try {
     return writtenOf(picked);

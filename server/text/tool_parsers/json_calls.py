@@ -27,7 +27,7 @@ class JsonForm:
     opens: each begins calls of any function. uncertain: each begins calls of the request's functions, and is text otherwise.
     closes: optional text after calls. dropped: markers that are never content.
     starts, lines: JSON at the start of the text or of a line is a call if it names a function of the request.
-    by_name: the name of the function is the key of its arguments. no_calls: names that stand for an answer without calls.
+    by_name: the name of the function is the key of its arguments. no_calls: names that mean an answer without calls.
     """
 
     opens: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class JsonCallParser(StreamParser):
         return head.started
 
     def _members(self, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
-        """Take an object; return False if it is no call or is not closed."""
+        """Take an object; return False if it is not a call or is not closed."""
         self.take(1)
         doubled = yield from self.take_literal("{")  # copied from a prompt with escaped braces
         while True:

@@ -33,7 +33,7 @@ class XmlForm:
     """Tags of calls whose parameters are elements.
 
     wrappers, wrapper_ends: around one or several calls; optional. function, parameter: text before their names, which end at
-    `>`. newlines: a line break after the opening and before the closing tag of a parameter is no part of the value.
+    `>`. newlines: a line break after the opening and before the closing tag of a parameter does not belong to the value.
     """
 
     wrappers: tuple[str, ...] = ()

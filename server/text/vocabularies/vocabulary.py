@@ -49,7 +49,7 @@ class TokenizerParts:
 
     parts: top-level members of tokenizer.json. size: number of tokens, including added ones.
     named: bos_token, eos_token, … as text. add_bos: whether a text begins with bos_token, unless tokenizer_config.json
-    says otherwise. notices: lines to show to the user.
+    overrides it. notices: lines to show to the user.
     """
 
     parts: dict[str, Any]
@@ -236,7 +236,7 @@ def _special(fields: _Fields, count: int) -> dict[str, int]:
 
 def gguf_added_tokens(vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
     """Return the entries of `added_tokens`, ordered by id."""
-    # Files do not say which tokens include the white space after them. llama.cpp decides by the model's name.
+    # Files do not declare which tokens include the white space after them. llama.cpp decides by the model's name.
     phi3 = "phi-3" in vocabulary.model_name or "phi3" in vocabulary.model_name
     keeps_space = ("<unk>", "<s>", "<|endoftext|>")
     return [

@@ -138,7 +138,7 @@ def test_names_from_files_are_escaped(files, capsys):
         (["report", "before.json"], "--html"),
         (["report", "--html", "x.html"], "JSON"),
         (["report", "before.json", "--html", "x.html", "--name", "a", "--name", "b"], "2 times for 1 files"),
-        (["compare", "before.json"], "1 files do not say which"),
+        (["compare", "before.json"], "1 files are ambiguous"),
         (["compare"], "B.json"),
         (["compare", "before.json", "after.json", "after.json"], "a1.json a2.json a3.json -- b1.json"),
         (["compare", "--", "before.json", "after.json"], "-- between"),

@@ -306,7 +306,7 @@ def test_a_reverse_proxy_on_the_same_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_serve_configuration_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's proxies listen where the cluster says; `windlass ray deploy` says where itself."""
+    """Ray's proxies listen where the cluster is configured to; `windlass ray deploy` sets the address itself."""
     pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
     from windlass.server.startup.ray import application
 

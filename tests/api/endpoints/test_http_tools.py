@@ -116,7 +116,7 @@ def test_parallel_calls_disabled(live: Live) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(live: Live, mode: str) -> None:
-    """A text that names another function is no call, if no grammar prevents it."""
+    """A text that names another function is not a call, if no grammar prevents it."""
     live.generate(f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
     choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "look"))
     assert live.prompt.startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")

@@ -101,9 +101,9 @@ def test_a_busy_server_prints_its_throughput(interval, printed, tmp_path):
 @pytest.mark.parametrize(
     ("blocks", "longest", "at_once", "room"),
     [
-        ((1024,), 512, 64, "16,384 tokens (1,024 blocks of 16): room for 32 streams of 512, or 64 of 256"),
-        ((64,), 1000, 4, "1,024 tokens (64 blocks of 16): room for 1 stream of 1,000, or 4 of 256"),
-        ((64,), 100, 4, "1,024 tokens (64 blocks of 16): room for 10 streams of 100"),
+        ((1024,), 512, 64, "16,384 tokens (1,024 blocks of 16): holds 32 streams of 512, or 64 of 256"),
+        ((64,), 1000, 4, "1,024 tokens (64 blocks of 16): holds 1 stream of 1,000, or 4 of 256"),
+        ((64,), 100, 4, "1,024 tokens (64 blocks of 16): holds 10 streams of 100"),
         ((64, 8), 100, 4, "64 + 8 blocks of 16 tokens, one number for each kind of layer"),
     ],
 )
@@ -124,10 +124,10 @@ def test_the_summary_shows_capacity(blocks, longest, at_once, room):
     chats = "\n".join(summary(info, "toy", "http://x/v1", chats=False))
     line = "\n  chats     none: the model has no chat template (--chat-template FILE gives it one)"
     assert chats.replace(line, "") == text and line in chats
-    neutral = "temperature 1, from all tokens, where a request does not say (--override-generation-config sets it)"
+    neutral = "temperature 1, from all tokens, unless a request sets it (--override-generation-config sets it)"
     assert f"\n  sampling  {neutral}" in text
     said = "\n".join(summary(info, "toy", "http://x/v1", sampling="top_k 9 (a file)"))
-    assert "\n  sampling  top_k 9 (a file), where a request does not say\n" in said + "\n" and neutral not in said
+    assert "\n  sampling  top_k 9 (a file), unless a request sets it\n" in said + "\n" and neutral not in said
     silent = "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
     assert "chats" not in silent and "sampling" not in silent
     scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))

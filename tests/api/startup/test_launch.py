@@ -210,7 +210,7 @@ def test_sampling_and_template_variables_of_the_operator_reach_the_server(model)
     options = ["--override-generation-config", '{"top_k": 9}', "--default-chat-template-kwargs", '{"a": false}']
     with Served(model, *options, WINDLASS_GENERATION_CONFIG="none") as served:
         url = served.wait_ready()
-        assert "  sampling  top_k 9 (--override-generation-config), where a request does not say" in served.lines
+        assert "  sampling  top_k 9 (--override-generation-config), unless a request sets it" in served.lines
         shown = '  options   --generation-config none, --default-chat-template-kwargs {"a": false}'
         assert shown in served.lines
         (told,) = httpx.get(f"{url}/v1/models").json()["data"]

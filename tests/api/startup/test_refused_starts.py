@@ -287,7 +287,7 @@ def test_unreachable_ladder_steps(ladder: str, says: str) -> None:
 
 
 def test_a_profile_for_learned_frequencies(model: Path) -> None:
-    """They are read from the files, so their number is known; likewise other learned parameters."""
+    """They are read from the files, so their number is known, as is that of other learned parameters."""
     configure(model, rope_scaling=None, rope_parameters={"rope_type": "learned", "rope_theta": 10_000.0})
     assert "needs the tensor model.rotary_emb.inv_freq" in refusal(model)
     tensors = load_file(model / "model.safetensors")

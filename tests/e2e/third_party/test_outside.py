@@ -1,6 +1,6 @@
 """Third-party clients of a real server: structured answers, tool calls, embeddings and rankings.
 
-Skipped without their environments of hundreds of packages, which docs/outside-tools.md describes.
+Skipped without their environments of hundreds of packages, which docs/guides/load-testing.md describes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.real_server import RealServer, serve
 from windlass.server.startup.model_catalog import SMOLLM2, PullError, pull
 
 HERE = Path(__file__).parent
-CLIENTS = Path(os.environ.get("WINDLASS_OUTSIDE", HERE.parents[1] / "work" / "outside")).absolute()
+CLIENTS = Path(os.environ.get("WINDLASS_OUTSIDE", HERE.parents[2] / "work" / "outside")).absolute()
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

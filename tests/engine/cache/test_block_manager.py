@@ -199,7 +199,7 @@ def test_capacity_equals_what_can_be_allocated() -> None:
     seq = start(blocks, [0] * 30)
     assert blocks.capacity(seq.cache, 30) == 8
     assert blocks.capacity(seq.cache, 5) == 5
-    with pytest.raises(RuntimeError, match="no room"):
+    with pytest.raises(RuntimeError, match="no free blocks"):
         blocks.allocate(seq.cache, 9)
     assert blocks.available() == [3, 2]  # nothing was allocated
     seq.compute(6)

@@ -176,7 +176,7 @@ def test_configured_thresholds_replace_those_of_the_model() -> None:
         "profile": "yarn",
     }
     with pytest.raises(
-        RequestError, match="come to 901 tokens, the last step of this server's ladder holds 900"
+        RequestError, match="have 901 tokens, the last step of this server's ladder holds 900"
     ) as caught:
         climbing.plan(901, AUTO)
     assert (caught.value.param, caught.value.code) == ("rope_scaling", "context_length_exceeded")

@@ -201,7 +201,7 @@ def test_keys_of_a_single_length_are_not_shared(models: dict[str, Path]) -> None
         exact = greedy("a", prompt, 30, rope_scaling=DYNAMIC, rope_update="recompute", rope_exact=True)
         run(core, [exact])
         assert len(pool.cached) <= M // 16  # those up to M, which are shared
-    # Longrope has one switch whatever `exact` says: its keys can be shared.
+    # Longrope has one switch with any value of `exact`: its keys can be shared.
     run(core, [greedy("a", PROMPT, 30, rope_scaling=LONGROPE, rope_update="recompute", rope_exact=True)])
     assert len(pool.cached) > M // 16 + 2
 

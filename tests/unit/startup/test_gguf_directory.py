@@ -184,11 +184,11 @@ def test_parts_with_wrong_numbers(source: Path, file: Path) -> None:
     second.rename(file)
     third.rename(second)
     file.rename(third)
-    with pytest.raises(LoadError, match=r"tiny-00002-of-00003\.gguf says it is part 2 \(from 0\) of 3.*part 1 of 3"):
+    with pytest.raises(LoadError, match=r"tiny-00002-of-00003\.gguf declares part 2 \(from 0\) of 3.*part 1 of 3"):
         resolve_model(str(first))
     whole = first.with_name("renamed.gguf")
     first.rename(whole)
-    with pytest.raises(LoadError, match="says it is part 0"):
+    with pytest.raises(LoadError, match="declares part 0"):
         resolve_model(str(whole))
     odd = first.with_name("tiny-00007-of-00003.gguf")
     odd.touch()

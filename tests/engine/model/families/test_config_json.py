@@ -432,7 +432,9 @@ def test_position_embedding_type_of_granite4() -> None:
         if rotates:
             assert read_rotary_groups(config) == spec.rotary_groups
         else:
-            with pytest.raises(LoadError, match="does not rotate: its layers that carry a state tell positions apart"):
+            with pytest.raises(
+                LoadError, match="does not rotate: its layers with a recurrent state distinguish positions"
+            ):
                 read_rotary_groups(config)
     scaled = {**GRANITE4_H, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     assert read_spec(scaled).rotary_groups == read_spec(GRANITE4_H).rotary_groups  # not used
@@ -606,7 +608,7 @@ VALID = {
 }
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "falcon_h1": [
-        ({"mamba_n_heads": 23}, "mamba_n_heads 23 of 64 numbers are not the 1536 that mamba_d_ssm"),
+        ({"mamba_n_heads": 23}, "mamba_n_heads 23 of 64 numbers are not the 1536 of mamba_d_ssm"),
         ({"mamba_n_heads": 1 << 20}, "mamba_n_heads must be a positive integer up to 65536"),
         ({"mamba_d_head": "auto", "mamba_n_heads": 7}, "mamba_n_heads 7 of 219 numbers are not the 1536"),
         ({"mamba_d_ssm": None}, "mamba_n_heads 24 of 64 numbers are not the 2048"),
@@ -649,15 +651,18 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"sliding_window": None}, "sliding_window is null"),
         ({"global_head_dim": 33}, "cannot form pairs"),
-        ({"per_layer_config": {"1": {"head_dim": 32}}}, "the same of all layers of full attention"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "the same values for all layers of full attention"),
         (
             {"per_layer_config": {str(i): {"head_dim": 32} for i in range(6)}},
-            "the same of all layers of full attention",
+            "the same values for all layers of full attention",
         ),
-        ({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 32}, "5": {}}}, "the same of all layers"),
-        ({"per_layer_config": {str(i): {"rank": 2} for i in (1, 3, 5)}}, "per_layer_config may say head_dim and"),
-        ({"per_layer_config": {str(i): 2 for i in (1, 3, 5)}}, "per_layer_config may say head_dim and"),
-        ({"per_layer_config": {"1": {"head_dim": 32}}, "layer_types": 3}, "the same of all layers"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 32}, "5": {}}},
+            "the same values for all layers",
+        ),
+        ({"per_layer_config": {str(i): {"rank": 2} for i in (1, 3, 5)}}, "per_layer_config may set head_dim and"),
+        ({"per_layer_config": {str(i): 2 for i in (1, 3, 5)}}, "per_layer_config may set head_dim and"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}, "layer_types": 3}, "the same values for all layers"),
         (
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 9},
             "do not go together",

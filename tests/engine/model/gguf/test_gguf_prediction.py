@@ -110,7 +110,7 @@ def test_too_large_number_of_mtp_layers_is_refused(source_of: Callable[[str], Pa
     """The second to last layer belongs to the model."""
     file = convert(source_of("qwen3_5"), tmp_path / "model.gguf", **{"qwen35.nextn_predict_layers": 2})
     with pytest.raises(
-        LoadError, match=r"blk\.4\.\w+\.weight.* of the last 2 layers, which qwen35\.nextn_predict_layers"
+        LoadError, match=r"blk\.4\.\w+\.weight.* of the last 2 layers.*according to qwen35\.nextn_predict_layers"
     ):
         describe_gguf([file])
 

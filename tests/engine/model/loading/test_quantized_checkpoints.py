@@ -325,7 +325,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
     "no scale of bytes": (INT8, int8_recipe(), remove(f"{Q}.weight_scale"), "is missing"),
     "no codes": (GPTQ, gptq(), remove(f"{Q}.qweight"), "unexpected tensor|is missing"),
     "no shape": (PACKED, packed(4, 32), remove(f"{Q}.weight_shape"), "weight_shape' is missing"),
-    "other shape": (PACKED, packed(4, 32), change(f"{Q}.weight_shape", lambda t: t + 1), r"says \[65, 65\] where"),
+    "other shape": (PACKED, packed(4, 32), change(f"{Q}.weight_shape", lambda t: t + 1), r"states \[65, 65\] where"),
     "codes too short": (GPTQ, gptq(), change(f"{Q}.qweight", lambda t: t[:-1]), "do not fit.*config.json"),
     "codes too narrow": (GPTQ, gptq(), change(f"{Q}.qweight", lambda t: t[:, 1:]), r"shape \[8, 63\] where .*\[8, 64\]"),
     "codes of another rank": (PACKED, packed(4, 32), change(f"{Q}.weight_packed", lambda t: t.flatten()), "do not fit"),
