@@ -56,7 +56,7 @@ FLAGS = ("-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi",
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled; the message says why."""
+    """The kernels cannot be compiled; the message gives the reason."""
 
 
 def fingerprint(folder: Path = SOURCES) -> str:

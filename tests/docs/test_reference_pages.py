@@ -205,9 +205,6 @@ def test_every_rotary_kind_has_an_example():
     assert {example.get("rope_type") for example in rotary_examples()} >= set(KINDS)
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def slug(heading: str) -> str:
     """The anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -263,13 +260,13 @@ def test_no_text_recommends_installation_from_a_package_index():
 
 
 @pytest.mark.slow
-def test_the_load_test_of_the_readme_runs(tmp_path):
+def test_the_comparison_of_the_guide_to_load_tests_runs(tmp_path):
     """The commands with another address: runs, pages, and a comparison with intervals."""
-    (script,) = re.findall(r"```bash\n(.*?)```", section(README, "## A first load test"), re.DOTALL)
+    (script,) = re.findall(r"```bash\n(.*?)```", section(read("guides/load-testing.md"), "## Comparisons"), re.DOTALL)
     programs = Path(sys.executable).parent
     with scripted_llm(full_stream) as llm:
         done = subprocess.run(
-            ["bash", "-euc", script.replace("http://127.0.0.1:8000", llm.url)],
+            ["bash", "-euc", script.replace("http://127.0.0.1:$port", llm.url)],
             cwd=tmp_path,
             env={**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"},
             capture_output=True,
@@ -281,4 +278,4 @@ def test_the_load_test_of_the_readme_runs(tmp_path):
     assert len(latencies) >= 16
     assert all(re.search(r"[+-][\d.,]+ to [+-]", row) for row in latencies), "\n".join(rows)
     assert "one run cannot tell" not in done.stdout
-    assert {path.name for path in tmp_path.glob("*.html")} == {"2-clients.html", "8-clients.html"}
+    assert {path.name for path in tmp_path.glob("*.html")} == {"8000.html", "8001.html"}
