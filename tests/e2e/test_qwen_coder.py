@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,30 +134,30 @@ def definitions(names: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def is_evident(text: str, names: Sequence[str]) -> bool:
-    """Whether a text has a JSON object or a tag that names one of these tools."""
+def evident_calls(text: str, names: Sequence[str]) -> int:
+    """The number of JSON objects or tags in a text that name one of these tools."""
     name = "|".join(map(re.escape, names))
     member = rf"""\\?["'](?:name|tool|tool_name|function|function_name|action)\\?["']\s*:\s*\\?["'](?:{name})\\?["']"""
     key = rf"""\{{\s*["'](?:{name})["']\s*:\s*\{{"""
     tag = rf"<[^<>\n]*\b(?:{name})\b[^<>\n]*>"
-    return re.search(f"{member}|{key}|{tag}", text) is not None
+    return len(re.findall(f"{member}|{key}|{tag}", text))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to a request with tools. text: its content, in which no call should be left."""
+    """An answer to a request with tools. written: the model's text, with the calls. text: its content, without them."""
 
     question: str
     names: Sequence[str]
+    written: str
     text: str
     calls: list[tuple[str, str]]
     finish_reason: str
 
     @property
-    def outcome(self) -> str:
-        if is_evident(self.text, self.names):
-            return "missed"
-        return "returned" if self.calls else "no call"
+    def evident(self) -> int:
+        """The number of calls that the model evidently tried."""
+        return evident_calls(self.written, self.names)
 
     def valid_calls(self) -> int:
         """The number of calls of a known function with the arguments that it requires and no others."""
@@ -178,13 +177,15 @@ def ask(server: RealServer, names: Sequence[str], question: str, system: str | N
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     body = {"messages": messages, "tools": definitions(names), "temperature": 0, "max_tokens": 300, **fields}
+    body["return_token_ids"] = True
     if body.get("stream"):
         choice = assembled(server.stream("/v1/chat/completions", **body))
     else:
         (choice,) = server.ask("/v1/chat/completions", **body)["choices"]
     message, reason = choice["message"], choice["finish_reason"]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-    return Answer(question, names, message.get("content") or "", calls, reason)
+    written = server.ask("/detokenize", tokens=choice["token_ids"])["prompt"]
+    return Answer(question, names, written, message.get("content") or "", calls, reason)
 
 
 def ask_all(server: RealServer, requests: Sequence[dict[str, Any]]) -> list[Answer]:
@@ -202,15 +203,16 @@ def test_evident_calls_are_returned(server):
     answers = ask_all(server, requests)
     print()
     for answer in answers:
-        calls = "; ".join(f"{name} {arguments}" for name, arguments in answer.calls)
-        print(f"{answer.outcome:9}{answer.question[:50]:52}{calls[:110] or repr(answer.text[:110])}")
-    outcomes = Counter(answer.outcome for answer in answers)
-    calls, valid = sum(len(answer.calls) for answer in answers), sum(answer.valid_calls() for answer in answers)
-    tried = outcomes["returned"] + outcomes["missed"]
-    print(f"{outcomes['returned']} of {tried} evident calls returned, {outcomes['no call']} answers without a call;")
-    print(f"{valid} of {calls} calls have arguments that fit the schema")
-    assert [answer.text for answer in answers if answer.outcome == "missed"] == []
-    assert tried >= 40, "the model makes fewer calls than it did: is its prompt complete?"
+        calls = "; ".join(f"{name} {' '.join(arguments.split())}" for name, arguments in answer.calls)
+        found = f"{len(answer.calls)} of {answer.evident}"
+        print(f"{found:8}{answer.question[:50]:52}{(calls or repr(answer.text))[:110]}")
+    returned, tried = sum(len(answer.calls) for answer in answers), sum(answer.evident for answer in answers)
+    valid, without = sum(answer.valid_calls() for answer in answers), sum(not answer.evident for answer in answers)
+    print(
+        f"{returned} of {tried} evident calls returned; {valid} of them fit the schema; {without} answers without a call"
+    )
+    assert [answer.written for answer in answers if len(answer.calls) != answer.evident] == []
+    assert len(answers) - without >= 40, "the model makes fewer calls than it did: is its prompt complete?"
     assert all((answer.finish_reason == "tool_calls") == bool(answer.calls) for answer in answers)
 
 
