@@ -23,7 +23,7 @@ help:
 	@echo "               (MODEL=path, PORT=, HOST=, EXTRAS=hub,plots, PYTHON=python3.12; MODEL=demo: the bundled model)"
 	@echo "make test      quick tests: unit, kernels, engine and API (TESTERS=processes)"
 	@echo "make test-all  all tests but the soaks, with Ray and Triton (MARKS=soak TESTERS=0: the soaks, which take hours)"
-	@echo "make test-real download two Qwen2.5-Coder models once (1.5 GB) and test tool calls and answers with them"
+	@echo "make test-real  download two Qwen2.5-Coder models once (1.5 GB) and test tool calls and answers with them"
 	@echo "make test-gpu  tests of kernels, engines and servers on a GPU (DEVICE=cuda:1, TESTERS=14, MARKS=slow)"
 	@echo "make check     formatter, linter, types and import contracts"
 	@echo "make format    apply the formatter and the fixes of the linter"
