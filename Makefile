@@ -1,5 +1,5 @@
 # Targets for daily work; `make help` lists them. Python 3.11 to 3.13 is required, and a C++ compiler for speed.
-# Once everything is installed, no target but lock needs a network.
+# Once everything is installed and downloaded, no target but lock needs a network.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -16,13 +16,14 @@ BIN     := $(VENV)/bin
 # Small machines have two cores: a spinning thread pool per server or test process would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help serve test test-all test-gpu check format docs bench lock clean
+.PHONY: help serve test test-all test-real test-gpu check format docs bench lock clean
 
 help:
 	@echo "make serve     install, download SmolLM2 135M once (93 MB) and serve it on http://$(HOST):$(PORT)"
 	@echo "               (MODEL=path, PORT=, HOST=, EXTRAS=hub,plots, PYTHON=python3.12; MODEL=demo: the bundled model)"
 	@echo "make test      quick tests: unit, kernels, engine and API (TESTERS=processes)"
 	@echo "make test-all  all tests but the soaks, with Ray and Triton (MARKS=soak TESTERS=0: the soaks, which take hours)"
+	@echo "make test-real  download two Qwen2.5-Coder models once (1.5 GB) and test tool calls and answers with them"
 	@echo "make test-gpu  tests of kernels, engines and servers on a GPU (DEVICE=cuda:1, TESTERS=14, MARKS=slow)"
 	@echo "make check     formatter, linter, types, import contracts and style of texts"
 	@echo "make format    apply the formatter and the fixes of the linter"
@@ -53,8 +54,8 @@ serve: $(VENV)/.installed-$(or $(EXTRAS),server)
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.
-test test-all test-gpu: export PYTHONDONTWRITEBYTECODE :=
-test test-all test-gpu: export OMP_NUM_THREADS = 1
+test test-all test-real test-gpu: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-real test-gpu: export OMP_NUM_THREADS = 1
 
 # tests/conftest.py marks the quick tests. A file stays in one process, because its tests share servers.
 PYTEST := $(BIN)/pytest -n $(TESTERS) --dist loadfile
@@ -71,6 +72,11 @@ test-all: $(VENV)/.installed-dev,e2e
 	|| { ! $(BIN)/python -m pip index versions pip >/dev/null 2>&1 && echo "note: no package index: tests of Ray and Triton skip"; }
 	$(PYTEST) --no-loadscope-reorder -m "$(MARKS)" --ignore tests/e2e/test_ray.py
 	$(BIN)/pytest -m "$(MARKS)" tests/e2e/test_ray.py || [ $$? = 5 ]
+
+test-real: $(VENV)/.installed-dev
+	$(BIN)/windlass pull qwen2.5-coder-1.5b
+	$(BIN)/windlass pull qwen2.5-coder-0.5b
+	$(BIN)/pytest -s -m real_model tests/e2e/test_qwen_coder.py
 
 # Tests of a scope share engines; slow ones are too long for one process. The servers are tested even if engines fail.
 test-gpu: MARKS ?= not slow and not soak

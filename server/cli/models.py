@@ -87,7 +87,7 @@ def _list_catalog(model: KnownModel) -> ListedModel:
         size = _size(where) if where else 0
     else:
         where = model_file(model) if here else None
-        size = model.file.size if here else model.file.wheel_size
+        size = model.file.size if here else model.file.download_size
     return ListedModel(
         name=model.name,
         about=model.about,

