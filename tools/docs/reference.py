@@ -50,9 +50,9 @@ BLOCK = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 # Pages with details about an option, relative to docs/reference.
 SEE = {
-    "../guides/adapters.md": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
     "../guides/cache.md": ("kv_persist", "kv_persist_size", "shared_prefix_cache", "cache_reuse"),
     "../guides/choosing-a-model.md": ("dtype", "quantization", "activations"),
+    "../guides/choosing-a-model.md#lora-adapters": ("lora", "max_loras", "max_lora_rank", "lora_folder"),
     "../guides/deployment.md": ("ssl_certfile", "api_key", "api_key_file", "cors_origin", "allowed_hosts", "uds"),
     "../guides/embeddings.md#generative-rerankers": ("rerank_tokens", "rerank_template"),
     "../guides/endless-generation.md": (
