@@ -26,7 +26,7 @@ _COMMON = {
     "sep_token_id": 2,
 }
 
-# By name in tests and docs/reference/models.md: class without a head, and settings.
+# By name in tests: class without a head, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBertModel", {"local_attention": 8}),
     "modernbert_bias": (

@@ -46,7 +46,7 @@ _EXPERTS = {
     "n_group": 4,
     "topk_group": 2,
 }
-# By name in tests and docs/reference/models.md: class and settings.
+# By name in tests: class and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 64, "n_layer": 4, "n_head": 4}),

@@ -412,7 +412,7 @@ POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
 
 def causal_models() -> str:
     rows = []
-    for family, names in _compared(lambda one: one.causal and one.positions not in POSITIONS):
+    for family in _compared(lambda one: one.causal and one.positions not in POSITIONS):
         rotates = family.positions == "rotary"
         rows.append(
             (
@@ -420,29 +420,28 @@ def causal_models() -> str:
                 f"`{family.architecture}`",
                 _pairs(family) if rotates else "no rotation",
                 f"{family.rules.rope_theta:,.0f}" if rotates else "–",
-                names,
                 ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) or "–",
             )
         )
-    return table("models", "`architectures`", "pairs, share", "theta", "compared as", "GGUF", rows=rows)
+    return table("models", "`architectures`", "pairs, share", "theta", "GGUF", rows=rows)
 
 
 def encoders() -> str:
     rows = []
-    for family, names in _compared(lambda one: not one.causal):
+    for family in _compared(lambda one: not one.causal):
         local = family.rules.local_rope_theta
         theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
         norms = "before each part" if family.norms.output is None else "after each sum"
-        rows.append((family.models, _architectures(family), _pairs(family), theta, norms, names))
-    return table("models", "`architectures`", "pairs", "theta", "norms", "compared as", rows=rows)
+        rows.append((family.models, _architectures(family), _pairs(family), theta, norms))
+    return table("models", "`architectures`", "pairs", "theta", "norms", rows=rows)
 
 
 def models_without_rotation() -> str:
     rows = (
-        (family.models, _architectures(family), POSITIONS[family.positions], names)
-        for family, names in _compared(lambda one: one.positions in POSITIONS)
+        (family.models, _architectures(family), POSITIONS[family.positions])
+        for family in _compared(lambda one: one.positions in POSITIONS)
     )
-    return table("models", "`architectures`", "positions", "compared as", rows=rows)
+    return table("models", "`architectures`", "positions", rows=rows)
 
 
 def multimodal_models() -> str:
@@ -450,28 +449,27 @@ def multimodal_models() -> str:
     return table("models", "`architectures`", rows=((kind.title, f"`{kind.architecture}`") for kind in kinds))
 
 
-def checkpoints() -> dict[str, list[str]]:
-    """Names of the tiny checkpoints by architecture, from every table `FAMILIES` of tests/helpers/tiny_*.py."""
+def checkpoints() -> set[str]:
+    """Architectures of the tiny checkpoints in every table `FAMILIES` of tests/helpers/tiny_*.py."""
     tests = ROOT / "tests"
     if str(tests) not in sys.path:
         sys.path.insert(0, str(tests))
-    found: dict[str, list[str]] = {}
+    found: set[str] = set()
     for path in sorted((tests / "helpers").glob("tiny_*.py")):
         tiny: dict[str, tuple[str, Any]] = getattr(importlib.import_module(f"helpers.{path.stem}"), "FAMILIES", {})
-        for name, (prefix, _) in tiny.items():
+        for prefix, _ in tiny.values():
             whole = prefix.endswith(("Model", "ForCausalLM"))
-            found.setdefault(prefix if whole else f"{prefix}ForCausalLM", []).append(name)
+            found.add(prefix if whole else f"{prefix}ForCausalLM")
     return found
 
 
-def _compared(chosen: Callable[[Family], bool]) -> Iterator[tuple[Family, str]]:
-    """The chosen families by name, and the names of the checkpoints that they are compared as."""
+def _compared(chosen: Callable[[Family], bool]) -> Iterator[Family]:
+    """The chosen families by name. Each must have a tiny checkpoint that tests compare with a reference."""
     compared = checkpoints()
     for family in sorted(filter(chosen, FAMILIES), key=lambda one: one.models.lower()):
-        names = compared.get(family.architecture)
-        if not names:
+        if family.architecture not in compared:
             raise SystemExit(f"no tiny checkpoint of {family.architecture}: add one to tests/helpers/tiny_families.py")
-        yield family, ", ".join(names)
+        yield family
 
 
 def _architectures(family: Family) -> str:

@@ -1,6 +1,10 @@
 """Embeddings and rankings through third-party Python clients of a running server (`checks` has the arguments).
 
-Imports nothing of Windlass. URL: http://127.0.0.1:8000, for example.
+Imports nothing of Windlass. URL: http://127.0.0.1:8000, for example. Its environment:
+
+    python3 -m venv work/outside/retrieval
+    work/outside/retrieval/bin/pip install openai langchain-openai cohere llama-index-embeddings-openai-like \\
+        llama-index-postprocessor-jinaai-rerank
 """
 
 from __future__ import annotations
