@@ -73,7 +73,7 @@ FAMILIES = {
         "I look.",
     ),
     "GLM 4.7": Family(
-        "glm45",
+        "glm47",
         "the model's chat template (vLLM, glm47_moe_tool_parser)",
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value></tool_call>",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key>"
@@ -88,11 +88,14 @@ FAMILIES = {
         "<longcat_arg_value>Rome</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
         "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
     ),
-    "LongCat Flash": one(
-        "longcat",
-        "vLLM, longcat_tool_parser",
-        '<longcat_tool_call>{"name": <function-name>, "arguments": <args>}</longcat_tool_call>',
-        f"<longcat_tool_call>{CALL}</longcat_tool_call>",
+    "LongCat Flash": Family(
+        "longcat_json",
+        "vLLM's tests, test_longcat_tool_parser; the line breaks: SGLang, longcat_detector",
+        '<longcat_tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</longcat_tool_call>',
+        f'I look.\n<longcat_tool_call>{CALL}</longcat_tool_call>\n<longcat_tool_call>\n{{"name": "stop", "arguments": {{}}}}\n'
+        "</longcat_tool_call>",
+        [("weather", ROME), ("stop", {})],
+        "I look.",
     ),
     "MiniMax M2": one(
         "minimax_m2",
@@ -119,7 +122,7 @@ FAMILIES = {
         "</｜DSML｜function_calls>",
     ),
     "DeepSeek V4": one(
-        "deepseek_v32",
+        "deepseek_v4",
         "vLLM, deepseekv4_tool_parser",
         "<｜DSML｜tool_calls>",
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome'
