@@ -102,13 +102,14 @@ class ParsingPlan:
 
     new_parser: creates the parser of one sample.
     markers: special tokens that the parser must see, even if they are omitted from answers.
-    call_openers: markers after which a call ends the thinking.
+    call_openers: markers after which a call ends the thinking. call_closers: markers after calls.
     legacy_function_call: whether a call is returned as `function_call`, OpenAI's API before tools.
     """
 
     new_parser: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
     call_openers: tuple[str, ...] = ()
+    call_closers: tuple[str, ...] = ()
     legacy_function_call: bool = False
 
 
