@@ -125,6 +125,7 @@ class Gemma4Parser(StreamParser):
             return
         yield from self.skip_space()
         yield from self.take_literal(self._form.end)
+        self.take_truncated_tag((self._form.end,))
         self.discard_taken()
 
     def _close(self, closing: list[str]) -> None:
@@ -159,6 +160,7 @@ class Gemma4Parser(StreamParser):
             end = yield from self.pass_until(
                 (self._form.quote, self._form.end),
                 (lambda piece: self.emit_arguments(json.dumps(piece)[1:-1])) if as_text else parts.append,
+                drops_cut=True,
             )
             if end:
                 self.emit_arguments('"' if as_text else before + typed_json("".join(parts), types))

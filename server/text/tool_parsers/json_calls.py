@@ -223,7 +223,7 @@ class JsonCallParser(StreamParser):
         while True:
             yield from self.skip_space()
             if not (yield from self.take_literal(*choices)):
-                return found
+                return self.take_truncated_tag(choices) or found
             found = True
 
 
@@ -281,6 +281,9 @@ class JsonFormParser(JsonCallParser):
                 certain = certain and tagged
                 self.discard_taken()
                 continue
+            if self.take_truncated_tag(closes):
+                self.discard_taken()
+                return
             separated = yield from self.take_literal(",", ";")
             yield from self.skip_space()
             if (yield from self.peek()) not in ("{", "["):

@@ -165,8 +165,9 @@ class XmlParametersParser(JsonCallParser):
         yield from self.skip_space()
         if (yield from self.peek_object()):
             self.begin_call(name)
+            closed = yield from self.take_arguments()
             self.discard_taken()
-            return (yield from self.take_arguments())
+            return closed
         schema = self.options.schemas.get(name, {})
         found = schema.get("properties")
         names = frozenset(found) if isinstance(found, Mapping) else frozenset[str]()
@@ -205,12 +206,11 @@ class XmlParametersParser(JsonCallParser):
                     return False
                 self.discard_taken()
                 continue
-            if not tag and self.take_truncated_tag(form.tags):
-                self.discard_taken()
+            if not tag and (self.take_truncated_tag(form.tags) or not (yield from self.peek())):
+                self.discard_taken()  # the answer was cut: the arguments stay open
                 return False
             self.emit_arguments("}")
-            if tag or (yield from self.peek()):
-                self.end_call()
+            self.end_call()
             if tag == form.function or tag in form.wrappers:  # the next call
                 self.put_back(len(tag))
             if tag:
@@ -258,6 +258,7 @@ class XmlParametersParser(JsonCallParser):
                 return None
             yield from self.skip_space()
             yield from self.take_literal(form.parameter_end)
+            self.take_truncated_tag((form.parameter_end,))
             return "".join(parts)
         closed, num_scanned, in_string = "", 0, False
         while not closed:
@@ -412,6 +413,8 @@ class MiniMaxM3Parser(XmlParametersParser):
                 self.end_call()
                 self._begun = tag == _M3_ENDS[0]
                 return True
+            if not tag:
+                continue
             name = (yield from self.take_while(_TAG)).strip()
             yield from self.take_literal(">")
             self.discard_taken()
