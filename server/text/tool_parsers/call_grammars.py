@@ -314,8 +314,8 @@ class _Arguments:
             self.rules.append(f"{terminal}: ({' | '.join(texts)}) {ends}")
             value, after = terminal, after[plain:]
         else:
-            value = self._elements(schema, depth) if self._layout.elements else None
-            value = self._json(schema) if value is None else value
+            elements = self._elements(schema, depth) if self._layout.elements else None
+            value = elements or self._json(schema)
         return " ".join((before, value, *(lark for lark, _ in after))) + is_null
 
     def _next(self) -> int:

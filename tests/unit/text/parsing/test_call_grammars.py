@@ -75,9 +75,9 @@ def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, s
     return backend.decode(ids, skip_special_tokens=False)
 
 
-def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
+def calls_in(text: str, form: ToolFormat, schemas: dict[str, Any] = SCHEMAS) -> list[tuple[str, Any]]:
     ids = itertools.count()
-    parser = form.parser(CallOptions(schemas=SCHEMAS, new_id=lambda: str(next(ids))))
+    parser = form.parser(CallOptions(schemas=schemas, new_id=lambda: str(next(ids))))
     events: list[Event] = []
     for character in text:
         events += parser.feed(character)
@@ -232,6 +232,92 @@ def test_gemma4_values(schema: dict[str, Any], backend: tokenizers.Tokenizer, vo
         elif schema is not FURTHER:
             assert '"Zeta":"' in text
     assert seen == set(schema["properties"])
+
+
+RAW = (
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "minimax_m3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "minicpm5",
+    "glm45",
+    "glm47",
+    "longcat",
+)
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "optional": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "choice": {"enum": ["x", "", "y\n", None]},
+        "pattern": {"type": "string", "pattern": "^(ab|cd)[0-9]{1,3}$"},
+        "part": {"type": "string", "pattern": "q/", "maxLength": 6},
+        "ref": {"$ref": "#/$defs/short"},
+        "object": {
+            "type": "object",
+            "properties": {
+                "item": {"type": "string", "maxLength": 4},
+                "texts": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+            },
+            "required": ["item"],
+        },
+        "objects": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"k": {"type": "boolean"}}},
+            "maxItems": 2,
+        },
+        "mixed": {"type": ["string", "integer"], "maxLength": 4, "minimum": 0, "maximum": 99},
+        "one": {"type": "object", "properties": {"item": {"type": "string", "maxLength": 3}}},
+        "word": {"const": "null"},
+        "null": {"type": "null"},
+        "nulls": {"type": "array", "items": {"type": ["null", "string"], "maxLength": 2}, "maxItems": 3},
+    },
+    "required": ["text", "optional"],
+    "$defs": {"short": {"type": "string", "minLength": 2, "maxLength": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain_backend() -> tokenizers.Tokenizer:
+    """Vocabulary without special tokens for markers."""
+    made = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    made.add_special_tokens([EOS])
+    return made
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", RAW)
+def test_values_between_tags_follow_their_schemas(
+    name: str, plain: bool, backend: tokenizers.Tokenizer, plain_backend: tokenizers.Tokenizer
+) -> None:
+    """Every sampled text is read back as arguments that the schema permits. plain: no marker is a token."""
+    used = plain_backend if plain else backend
+    token = json.dumps if plain else (lambda marker: f"<[{backend.token_to_id(marker)}]>")
+    grammar = FORMATS[name].grammar(CallGrammarOptions({"look": VALUES}, True, token, ["look"]))
+    assert grammar is not None
+    own = LLTokenizer(used.to_str(), eos_token=used.token_to_id(EOS))
+    seen = set[str]()
+    for seed in range(12):
+        for _, arguments in calls_in(draw(grammar, used, own, seed), FORMATS[name], {"look": VALUES}):
+            jsonschema.validate(arguments, VALUES)
+            seen |= set(arguments)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_texts_that_a_grammar_cannot_express(name: str) -> None:
+    """A strict function is then called in plain JSON, which enforces its schema; otherwise the text is free."""
+    for schema in ({"type": "string", "pattern": "(?=a)b"}, {"type": "string", "format": "date"}):
+        parameters = {"properties": {"a": schema}, "required": ["a"]}
+        strict, lenient = (
+            CallGrammarOptions({"look": parameters}, False, json.dumps, names) for names in (["look"], [])
+        )
+        assert FORMATS[name].grammar(strict) is None and FORMATS[name].grammar(lenient) is not None
+    for parameters in ({"properties": {"a b": {}}}, {"properties": {"a": {}}, "anyOf": []}):
+        assert FORMATS[name].grammar(CallGrammarOptions({"look": parameters}, False, json.dumps)) is None
 
 
 def test_gemma4_strings_do_not_contain_markers(backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers.parsed_answers import Made, read
+from unit_helpers.grammar_draws import demo_compiler, takes_text
 
 from windlass.server.text.stream_parser import CallOptions, OutputParser
+from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import FORMATS
 
 SCHEMAS: dict[str, Any] = {"run": {"type": "object", "properties": {"command": {"type": "string"}}}}
@@ -173,6 +175,38 @@ def parsed(name: str, text: str, seed: int | None = None) -> Made:
     chance = random.Random(seed)
     ends = sorted(chance.sample(range(len(text) + 1), min(len(text), 12))) if seed is not None else []
     return read(parser_of(name), *(text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)])))
+
+
+# Rows whose white space, ids or first marker the grammar does not permit, and Gemma's, whose quotes must be special tokens.
+OTHER_GRAMMAR = {
+    "functiongemma",
+    "gemma4",
+    "cohere",
+    "command_r",
+    "functionary_v32",
+    "mistral",
+    "mistral_args",
+    "olmo3",
+}
+
+
+@pytest.mark.parametrize("command", ["ls -l", COMMANDS["quotes"], COMMANDS["lines"]], ids=["plain", "quotes", "lines"])
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - OTHER_GRAMMAR))
+def test_forced_calls_are_in_the_documented_form(name: str, command: str) -> None:
+    text = written(name, command)
+    if "PYTHON" in ROWS[name].text:
+        text = text.replace(repr(command), json.dumps(command))  # the grammar permits JSON's strings only
+    row_ends = text.removesuffix("<|call|>")  # which ends the turn
+    for parallel in (True, False):
+        if name == "plain_json" and not parallel:
+            continue
+        for strict in ((), ("run",)):
+            grammar = FORMATS[name].grammar(CallGrammarOptions(SCHEMAS, parallel, json.dumps, strict))
+            assert grammar is not None
+            compiled = demo_compiler().compile("lark", grammar)
+            assert takes_text(compiled, row_ends) and takes_text(compiled, row_ends + "\n") is (name != "harmony")
+            assert not takes_text(compiled, f"I call: {row_ends}")
+            assert not takes_text(compiled, row_ends.replace("command", "comand"))
 
 
 def test_every_format_has_a_row() -> None:

@@ -205,14 +205,23 @@ FAMILIES = {
         '<|tools_prefix|>[{"weather": ' + JSON + '}, {"stop": {}}]<|tools_suffix|>',
         [("weather", ROME), ("stop", {})],
     ),
-    "Phi-4-mini": one(
-        "phi4_mini",
-        "vLLM, phi4mini_tool_parser",
-        "<|tool|>{{ tools }}<|/tool|>",
-        f"functools[{CALL}]",
+    "Phi-4-mini, functools": Family(
+        "phi4_mini_functools",
+        "vLLM's tests, test_phi4mini_tool_parser; its template tool_chat_template_phi4_mini.jinja",
+        "formatted as functools[{\"name\": [function name], \"arguments\": [function arguments as JSON]}, ...]",
+        f'I look.\nfunctools[\n  {CALL},\n  {{"name": "stop", "arguments": {{}}}}\n]',
+        [("weather", ROME), ("stop", {})],
+        "I look.",
     ),
-    "Phi-4-mini, by tokens": one(
-        "phi4_mini", "the model card", "<|tool|>{{ tools }}<|/tool|>", f"<|tool_call|>[{CALL}]<|/tool_call|>"
+    "Phi-4-mini, a list between tokens": one(
+        "phi4_mini", "Ollama's template", "<|tool|>{{ tools }}<|/tool|>", f"<|tool_call|>[{CALL}]<|/tool_call|>"
+    ),
+    "Phi-4-mini, one call between tokens": Family(
+        "phi4_mini",
+        "llama.cpp, models/templates/llama-cpp-microsoft-Phi-4-mini-instruct.jinja",
+        "<|tool|>{{ tools }}<|/tool|>",
+        f'<|tool_call|>{CALL}<|/tool_call|><|tool_call|>{{"name": "stop", "arguments": {{}}}}<|/tool_call|>',
+        [("weather", ROME), ("stop", {})],
     ),
     "OLMo 3": Family(
         "olmo3",
@@ -223,23 +232,54 @@ FAMILIES = {
     ),
     "FunctionGemma": one(
         "functiongemma",
-        "vLLM, functiongemma_tool_parser",
+        "Google's documentation of FunctionGemma: every text between <escape>",
         "<start_function_call>call:{{ name }}{",
         "<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>",
     ),
+    "FunctionGemma, a number between quotes": Family(
+        "functiongemma",
+        "vLLM's tests, test_functiongemma_tool_parser",
+        "<start_function_call>call:{{ name }}{",
+        "I look. <start_function_call>call:weather{city:<escape>Rome<escape>days:<escape>3<escape>}<end_function_call>"
+        "<start_function_call>call:stop{}<end_function_call>",
+        [("weather", ROME), ("stop", {})],
+        "I look.",
+    ),
     "Granite 20B FC": Family(
         "granite_20b",
-        "vLLM, granite_20b_fc_tool_parser",
+        "vLLM's tests, test_granite_20b_fc_tool_parser",
         "<function_call> {{ call }}",
-        f'<function_call> {CALL} <function_call> {{"name": "stop", "arguments": {{}}}}',
+        f'<function_call> {CALL}\n<function_call> {{"name": "stop", "arguments": {{}}}}',
         [("weather", ROME), ("stop", {})],
+    ),
+    "Granite 20B FC, no call": Family(
+        "granite_20b",
+        "vLLM's template of the model asks for it where no function fits",
+        "<function_call> {{ call }}",
+        '<function_call> {"name": "no_function", "arguments": {}}',
+        [],
     ),
     "InternLM 2, 2.5": one(
         "internlm",
-        "vLLM, internlm2_tool_parser",
+        "vLLM's tests, test_internlm2_tool_parser: one call per answer",
         "<|action_start|><|plugin|>",
-        'I look.<|action_start|><|plugin|>\n{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
+        'I look.<|action_start|><|plugin|>{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
         "I look.",
+    ),
+    "InternLM 2, 2.5, with a space and a line break": one(
+        "internlm",
+        "SGLang, internlm_detector",
+        "<|action_start|><|plugin|>",
+        'I look.<|action_start|> <|plugin|>\n{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
+        "I look.",
+    ),
+    "InternLM 2, 2.5, without the plugin's marker": Family(
+        "internlm",
+        "vLLM's tests, test_internlm2_tool_parser: malformed",
+        "<|action_start|><|plugin|>",
+        '<|action_start|>{"name": "weather"}',
+        [],
+        '<|action_start|>{"name": "weather"}',
     ),
     "SmolLM 3, Ling": one(
         "hermes",
@@ -419,6 +459,17 @@ MALFORMED: list[tuple[str, str, str, Calls]] = [
     # tags within values
     ("qwen3_coder", "<function=run>\n<parameter=command>\necho <parameter=x> </function> <b>\n</parameter>\n</function>", "",
      [("run", {"command": "echo <parameter=x> </function> <b>"})]),
+    # tags within JSON
+    ("qwen3_coder", '<function=weather>\n<parameter=where>\n{"zip": "</parameter>\\n</function>\\"</tool_call>"}\n</parameter>\n'
+     "<parameter=days>\n3\n</parameter>\n</function>", "",
+     [("weather", {"where": {"zip": '</parameter>\n</function>"</tool_call>'}, "days": 3})]),
+    ("glm47", '<tool_call>weather<arg_key>where</arg_key><arg_value>{"zip": "</arg_value>"}</arg_value></tool_call>', "",
+     [("weather", {"where": {"zip": "</arg_value>"}})]),
+    ("qwen3_coder", '<function=run>\n<parameter=command>\necho "</parameter>\n</function>', "",
+     [("run", {"command": 'echo "'})]),
+    # line breaks of a value
+    ("seed_oss", "<seed:tool_call>\n<function=run>\n<parameter=command>ls\n</parameter>\n</function>\n</seed:tool_call>", "",
+     [("run", {"command": "ls\n"})]),
     # JSON between the tags
     ("qwen3_coder", '<tool_call>\n<function=run>\n{"command": "ls"}\n</function>\n</tool_call>', "",
      [("run", {"command": "ls"})]),
