@@ -195,7 +195,7 @@ def member_rules(suffix: str, names: Sequence[str], required: Any, separator: st
 
     `first_SUFFIX_k` and `rest_SUFFIX_k` are the members from the k-th on, before and after one was written.
     """
-    needed = set(required) if isinstance(required, list) else set()
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     rules = []
     for k, name in enumerate(names):
         value, rest = f"value_{suffix}_{k}", f"rest_{suffix}_{k + 1}"
@@ -223,11 +223,14 @@ def _json_rule(rule: str, schema: Any, function: str, options: CallGrammarOption
 
 def _names_arguments(layout: CallLayout, function: str, schema: Mapping[str, Any]) -> bool:
     """Return whether a schema is a plain list of properties whose names the layout can show."""
-    properties = schema.get("properties") or {}
+    properties, required = schema.get("properties") or {}, schema.get("required")
     names = _TAG_NAME if layout.excluded else _IDENTIFIER
     return (
         not any(key in schema for key in _UNSUPPORTED_KEYWORDS)
         and isinstance(properties, Mapping)
+        and all(
+            isinstance(name, str) and name in properties for name in (required if isinstance(required, list) else ())
+        )
         and len(properties) <= MAX_MEMBERS
         and all(map(names.fullmatch, properties))
         and names.fullmatch(function.replace("-", "_")) is not None
@@ -252,9 +255,9 @@ class _Writer:
                 lark = self._token(part)
                 found.append((lark, not lark.startswith("<[")))
                 continue
-            for place, literal in enumerate(re.split(r"\$number", _filled(part, **values))):
+            for place, piece in enumerate(part.split("$number")):
                 found += [(_NUMBER, True)] if place else []
-                found += [(lark_string(literal), True)] if literal else []
+                found += [(lark_string(_filled(piece, **values)), True)] if piece else []
         return found
 
 
@@ -347,7 +350,7 @@ class _Arguments:
             known, found = {"const", "type"}, self._literals([schema["const"]])
         elif isinstance(values := schema.get("enum"), list):
             known, found = {"enum", "type"}, self._literals(values)
-        elif isinstance(kinds, str | list) and (named := {kinds} if isinstance(kinds, str) else {*kinds}) <= TEXT_TYPES:
+        elif isinstance(kinds, str | list) and _are_texts(named := [kinds] if isinstance(kinds, str) else kinds):
             known, found = {"type"}, ['"null"'] if "null" in named else []
             if "string" in named:
                 bounds, pattern = bounds_of(schema, "minLength", "maxLength"), _whole_pattern(schema.get("pattern", ""))
@@ -428,6 +431,10 @@ def _has_top_level_choice(bare: str) -> bool:
         if character == "|" and not depth:
             return True
     return False
+
+
+def _are_texts(kinds: Sequence[Any]) -> bool:
+    return all(isinstance(kind, str) and kind in TEXT_TYPES for kind in kinds)
 
 
 def _escaped(text: str) -> str:
