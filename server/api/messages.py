@@ -93,7 +93,7 @@ def chat_request_from_messages(
         budget = None  # see `ignored_fields`
     if output is not None and output.effort is not None:
         # Anthropic's clients send an effort with every request, as a hint.
-        effort = model.nearest_effort(output.effort) if effort is None else effort
+        effort = output.effort if effort is None else effort
     choice = body.tool_choice
     continues_last = messages[-1].role == "assistant" and not messages[-1].tool_calls
     chat = ChatRequest.model_construct(

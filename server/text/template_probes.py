@@ -205,6 +205,12 @@ class _Prober:
             "text_with_calls": self._shows(
                 [user, form.assistant(0, text="probe_text"), form.result()], *form.shown(0), "probe_text", tools=tools
             ),
+            "text_before_calls": self._shows(
+                [user, _assistant("probe_text"), form.assistant(0), form.result()],
+                *form.shown(0),
+                "probe_text",
+                tools=tools,
+            ),
             "parallel_calls": self._shows(
                 [user, form.assistant(0, 1), form.result(0), form.result(1)], *form.shown(0, 1), tools=tools
             ),
