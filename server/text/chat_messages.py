@@ -240,6 +240,7 @@ Change = Literal[
     "system-as-user",
     "system-joined",
     "text-in-result",
+    "text-in-thinking",
     "tools-as-text",
     "turns-merged",
 ]
@@ -293,12 +294,18 @@ class _Fitting:
             added = [{"role": "tool", "content": _NO_RESULT, "tool_call_id": call_id} for call_id in open_calls]
             kept += [self._named(result, names) for result in added]
             self.changes.add("result-added")
-        further = {"role": message["role"], "content": None if self._capabilities.null_content else ""}
+        no_text = None if self._capabilities.null_content or not self._capabilities.empty_content else ""
+        further = {"role": message["role"], "content": no_text}
+        thinking = message.get("reasoning_content") or message.get("reasoning")
         turns: list[dict[str, Any]] = []
         if message["content"] and not self._capabilities.text_with_calls and self._capabilities.repeated_assistants:
             self.changes.add("calls-split")
             turns.append({key: value for key, value in message.items() if key != "tool_calls"})
             message = {**further, "tool_calls": calls}
+        elif message["content"] and thinking and not self._capabilities.thinking_with_text:
+            # A turn of its own would count as a final answer, after which gpt-oss's template omits earlier thinking.
+            self.changes.add("text-in-thinking")
+            message = {**message, "content": no_text, "reasoning_content": f"{thinking}\n\n{message['content']}"}
         if len(calls) == 1 or self._capabilities.parallel_calls:
             return [*turns, message, *kept, *orphans]
         self.changes.add("calls-split")
