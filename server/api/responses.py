@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +26,7 @@ from windlass.server.schemas.responses import (
     CUSTOM_INPUT,
     INCOMPLETE,
     LOGPROBS,
+    AdditionalTools,
     CallItem,
     CallOutputItem,
     CountInputRequest,
@@ -44,6 +45,7 @@ from windlass.server.schemas.responses import (
     ResponseRequest,
     ToolNamespace,
     as_items,
+    check_tools,
     input_items_of_output,
     offered_name,
     offered_tools,
@@ -115,7 +117,8 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     for item in earlier:
         builder.add(item, "previous_response_id")
     for number, item in enumerate(items):
-        builder.add(item, f"input[{number}]")
+        if not isinstance(item, AdditionalTools):
+            builder.add(item, f"input[{number}]")
     builder.end()
     if not messages:
         raise bad_request("input has no message to answer: add at least one", "input")
@@ -517,6 +520,16 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         body.input[number] = item_found.model_copy()  # its id may change
 
 
+def add_tools(body: ResponseRequest) -> None:
+    """Add the tools of `additional_tools` items to those of the request, in place; raises ApiError if they conflict."""
+    added = [tool for item in body.input if isinstance(item, AdditionalTools) for tool in item.tools]
+    if added:
+        try:
+            body.tools = check_tools([*(body.tools or ()), *added])
+        except PydanticCustomError as error:
+            raise bad_request(f"tools with those of additional_tools items {error.message()}", "tools") from None
+
+
 _QUESTION = {"input": "Where does the river begin?"}
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
@@ -641,6 +654,7 @@ async def _translate(
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
     def translate() -> tuple[ChatRequest, FieldNames]:
+        add_tools(body)
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 
@@ -676,7 +690,8 @@ def _store(
     answer: bytes,
     output: list[dict[str, Any]],
 ) -> None:
-    inputs, outputs = as_items(body.input), input_items_of_output(output)
+    inputs = [item for item in as_items(body.input) if not isinstance(item, AdditionalTools)]
+    outputs = input_items_of_output(output)
     # Pages begin after an id, so ids must be unique: a repeated one, such as that of an output item, would lead back.
     taken = {item.id for item in ([] if previous is None else items_until(previous.outputs))}
     for number, item in enumerate(inputs):

@@ -20,10 +20,12 @@ _CHATML_TURNS = """
 {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}SYSTEMS
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- if message.reasoning_content and loop.index0 > ns.last %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{%- if message.reasoning_content and loop.index0 > ns.last %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
 {{- message.content }}
 {%- for call in message.tool_calls or [] %}CALL{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}OPEN{% endif %}"""
@@ -117,7 +119,8 @@ GPT_OSS = """
 {%- if (message.content or message.thinking) and not later %}
 {{- '<|start|>assistant<|channel|>analysis<|message|>' + (message.content or message.thinking) + '<|end|>' }}{% endif %}
 {%- set call = message.tool_calls[0].function %}{% set last.name = call.name %}
-{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|call|>' }}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
 {%- elif message.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
 {%- elif message.role == 'tool' %}
 {%- if last.name is none %}{{ raise_exception('no previous assistant message with a tool call') }}{% endif %}
@@ -136,7 +139,8 @@ GLM46 = """[gMASK]<sop>
 {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name + '\\n' }}
 {%- for name, value in call.function.arguments.items() %}
-{{- '<arg_key>' + name + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\\n' }}{% endfor %}
+{{- '<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+{{- (value if value is string else value | tojson) + '</arg_value>\\n' }}{% endfor %}
 {{- '</tool_call>' }}{% endfor %}
 {%- elif message.role == 'tool' %}{{ '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endif %}

@@ -5,6 +5,7 @@ A file holds the requests of two sessions: a task of four requests, then, for mo
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def test_each_turn_of_a_session_begins_with_the_prompt_before_it(server: Server,
     for body in recording.bodies[:FIRST_SESSION]:
         recording.send(server.live, body)
     prompts = [request.prompt_token_ids for request in server.live.engine.requests[-FIRST_SESSION:]]
-    for before, after in zip(prompts, prompts[1:], strict=False):
+    for before, after in itertools.pairwise(prompts):
         assert len(after) > len(before)
         assert shared_prefix(before, after) >= 0.95
 

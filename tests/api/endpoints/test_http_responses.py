@@ -512,6 +512,33 @@ def test_choice_of_a_tool(live: Live, choice: dict[str, Any], name: str) -> None
     assert name in grammar and "look" not in grammar
 
 
+def test_items_with_tools(live: Live) -> None:
+    """Newer clients send tools as an item of the input."""
+    item = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [AGENTS, HOSTED[0]]}
+    live.generate(call_of("agents__note", {"input": DIFF}))
+    response = live.post(PATH, {"tools": [LOOK], "input": [item, {"role": "user", "content": "a"}]})
+    answer = response.json()
+    assert live.prompt == "(look)(agents__close)(agents__note)[user]a"
+    assert (answer["output"][0]["name"], answer["output"][0]["input"]) == ("note", DIFF)
+    assert [tool["name"] for tool in answer["tools"]] == ["look", "agents"]
+    assert response.headers["x-windlass-ignored"] == "tools.web_search"
+    items = live.http.get(f"{PATH}/{answer['id']}/input_items").json()["data"]
+    assert [each["type"] for each in items] == ["message"]
+    count = live.request("/v1/responses/input_tokens", input=[item, {"role": "user", "content": "a"}])
+    plain = live.request("/v1/responses/input_tokens", input="a", tools=[AGENTS])
+    assert count == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [([[LOOK]], "two functions named 'look'"), ([MANY, [{**FIND, "name": f"g{i}"} for i in range(600)]], "at most")],
+)
+def test_refused_items_with_tools(live: Live, given: list[Any], message: str) -> None:
+    items = [{"type": "additional_tools", "tools": tools} for tools in given]
+    error = live.refuse(PATH, {"tools": [LOOK], "input": [*items, {"role": "user", "content": "a"}]})
+    assert error["param"] == "tools" and message in error["message"]
+
+
 def test_hosted_tools_are_ignored_and_named(live: Live) -> None:
     response = live.post(PATH, {"input": "a", "tools": [*HOSTED, LOOK]})
     assert response.status_code == 200 and live.prompt.startswith("(look)[user]")
