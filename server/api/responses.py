@@ -67,7 +67,13 @@ from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
-from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
+from windlass.server.serving.streaming import (
+    KEEP_ALIVE,
+    Exchange,
+    LargeJsonResponse,
+    StreamFormat,
+    run_while_connected,
+)
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -114,8 +120,8 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     items = as_items(body.input)
     outputs = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     builder = _MessagesBuilder(messages, message_paths, outputs)
-    for item in earlier:
-        builder.add(item, "previous_response_id")
+    for earlier_item in earlier:
+        builder.add(earlier_item, "previous_response_id")
     for number, item in enumerate(items):
         if not isinstance(item, AdditionalTools):
             builder.add(item, f"input[{number}]")
@@ -278,6 +284,15 @@ class ResponseWriter(BlockWriter):
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def keep_alive(self) -> bytes:
+        """Before the first item an event, as clients such as Codex leave a stream that has only comments for minutes."""
+        if not self.started:
+            self.started = True
+            return self.opening_events()
+        if self.blocks:
+            return KEEP_ALIVE
+        return self._event("response.in_progress", response={**self._response, "status": "in_progress"})
 
     def block_start_events(self, block: AnswerBlock) -> bytes:
         item = self._item(block, "in_progress", empty=True)
@@ -613,7 +628,11 @@ async def create_response(request: Request) -> Response:
     def failure(error: ApiError) -> bytes:
         return writers[0].failure(error) if writers and writers[0].started else early_failure_event(error)
 
-    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b""))
+    def keep_alive() -> bytes:
+        return writers[0].keep_alive() if writers else KEEP_ALIVE
+
+    stream_format = StreamFormat(failure, done=b"", keep_alive=keep_alive)
+    return Exchange(state, work, deadline=chat.deadline, stream_format=stream_format)
 
 
 @router.endpoint(

@@ -237,12 +237,28 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
 
 
 @pytest.mark.slow
+def test_silence_before_the_first_item_is_filled_with_events() -> None:
+    """Codex leaves a stream that has only comments for five minutes, which a long prompt may take."""
+    with live_server(stream_comment_seconds=0.02) as quick:
+        quick.generate("Hello.")
+        text = quick.stream_text(PATH, {"input": "a"}, quick.let_go("event: response.in_progress", 3))
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    kinds = [event["type"] for event in events]
+    begun = kinds.index("response.output_item.added")
+    assert kinds[0] == "response.created" and set(kinds[1:begun]) == {"response.in_progress"} and begun >= 4
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["response"] == events[begun - 1]["response"] and kinds[-1] == "response.completed"
+    assert ": keep-alive" not in text.partition("response.created")[2].partition("response.output_item.added")[0]
+
+
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
-    """Keep-alive comments were sent before, so the status is already 200."""
+    """Keep-alive events were sent before, so the status is already 200."""
     with live_server(stream_comment_seconds=0.02) as quick:
         quick.engine.first_delay, quick.engine.fail_after = 0.2, (0, EngineDeadError("gone"))
-        (event,) = named_events(quick, PATH, {"input": "a"})
-    assert event["type"] == "error" and event["sequence_number"] == 0 and event["code"] == "engine_unavailable"
+        *begun, failed = named_events(quick, PATH, {"input": "a"})
+    assert begun[0]["type"] == "response.created"
+    assert failed["type"] == "response.failed" and failed["sequence_number"] == len(begun)
+    assert failed["response"]["error"]["code"] == "server_error" and failed["response"]["output"] == []
 
 
 def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
