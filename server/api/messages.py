@@ -393,7 +393,9 @@ async def create_message(request: Request) -> Response:
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"
 
-    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING))
+    return Exchange(
+        state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=lambda: PING)
+    )
 
 
 async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:

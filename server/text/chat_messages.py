@@ -241,6 +241,7 @@ Change = Literal[
     "system-as-user",
     "system-joined",
     "text-in-result",
+    "text-in-thinking",
     "tools-as-text",
     "turns-merged",
 ]
@@ -299,6 +300,15 @@ class _Fitting:
             self.changes.add("calls-split")
             turns.append(_without_calls(message))
             message = self._only_calls(message)
+        elif (
+            (thinking := message.get("reasoning_content") or message.get("reasoning"))
+            and message["content"]
+            and (not self._capabilities.thinking_with_text)
+        ):
+            # A turn of its own would count as a final answer, after which gpt-oss's template omits earlier thinking.
+            self.changes.add("text-in-thinking")
+            joined = f"{thinking}\n\n{message['content']}"
+            message = {**message, "content": self._no_text, "reasoning_content": joined}
         if len(calls) == 1 or self._capabilities.parallel_calls:
             return [*turns, message, *kept, *orphans]
         self.changes.add("calls-split")
@@ -405,8 +415,12 @@ class _Fitting:
 
     def _only_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message with the calls of another one, without its text."""
-        content = None if self._capabilities.null_content else ""
-        return {"role": message["role"], "content": content, "tool_calls": message["tool_calls"]}
+        return {"role": message["role"], "content": self._no_text, "tool_calls": message["tool_calls"]}
+
+    @property
+    def _no_text(self) -> str | None:
+        """The content of a message that has calls and no text."""
+        return None if self._capabilities.null_content or not self._capabilities.empty_content else ""
 
     def merge_turns(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages without consecutive turns of one role, where the template demands alternation."""

@@ -240,8 +240,8 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "text after a result": ("", '<user>Q\n<assistant to=look>{"k": 1}\n<look>"look done"\n<user>R\n<assistant>'),
         "tools": ("", "<developer>S|tools:look;<user>Q\n<assistant>"),
         "text with a call": (
-            "calls-split",
-            '<user>Q\n<assistant>T\n<assistant to=look>{"k": 1}\n<look>"look done"\n<assistant>',
+            "",
+            '<user>Q\n<analysis>T\n<assistant to=look>{"k": 1}\n<look>"look done"\n<assistant>',
         ),
         "cut off arguments": (
             "",
@@ -416,6 +416,18 @@ def test_messages_are_fitted_to_each_kind_of_template(kind: str, conversation: s
     expected_changes, expected = EXPECTED[kind][conversation]
     assert prompt == expected.replace("INSTRUCTIONS", INSTRUCTIONS)
     assert changes == expected_changes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_and_thinking_with_a_call(kind: str) -> None:
+    """The next turn of an agent whose model thought, wrote what it was about to do, and made a call."""
+    template = ChatTemplate(KINDS[kind])
+    messages = [user("Q"), {**calling("look", content="T"), "reasoning_content": "R"}, result("look")]
+    if kind == "gpt_oss":
+        expected = '<user>Q\n<analysis>R\n\nT\n<assistant to=look>{"k": 1}\n<look>"look done"\n<assistant>'
+        assert render(template, probe_template(template), messages) == ("text-in-thinking", expected)
+    else:
+        assert render(template, probe_template(template), messages) == EXPECTED[kind]["text with a call"]
 
 
 @pytest.mark.quick_cases(6)
