@@ -449,7 +449,7 @@ def test_accepted_conversations_render_as_in_transformers(kind: str) -> None:
     assert compared >= 5
 
 
-def random_conversation(seed: int, kinds: str = "uuaacccst") -> tuple[list[Message], list[str]]:
+def random_conversation(seed: int, kinds: str = "uuaacccst", call_texts: bool = True) -> tuple[list[Message], list[str]]:
     """Messages in any order, and the texts, names and values that a prompt of them must show."""
     r = random.Random(seed)
     texts: list[str] = []
@@ -473,7 +473,7 @@ def random_conversation(seed: int, kinds: str = "uuaacccst") -> tuple[list[Messa
         else:
             names = [f"name{number}{letter}" for letter in "ab"[: r.choice([1, 1, 2])]]
             texts += names
-            content = text() if r.random() < 0.5 else r.choice([None, ""])
+            content = text() if call_texts and r.random() < 0.5 else r.choice([None, ""])
             messages.append(calling(*names, content=content, arguments=f'{{"k": "{text()}"}}'))
             done = [name for name in names if r.random() < 0.85]
             r.shuffle(done)
@@ -486,7 +486,8 @@ def random_conversation(seed: int, kinds: str = "uuaacccst") -> tuple[list[Messa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_of_any_conversation_is_shown(kind: str) -> None:
-    assert lost_texts(KINDS[kind]) == {}
+    # To gpt-oss a text with a call is thinking, which its template omits once an answer follows.
+    assert lost_texts(KINDS[kind], call_texts=kind != "gpt_oss") == {}
 
 
 @pytest.mark.slow
@@ -507,13 +508,13 @@ def test_many_models_show_every_text(request: pytest.FixtureRequest) -> None:
     }
 
 
-def lost_texts(source: str) -> dict[int, str]:
+def lost_texts(source: str, call_texts: bool = True) -> dict[int, str]:
     """By seed, the texts that the prompt of a conversation does not show, or why there is no prompt."""
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     capabilities = probe_template(template)
     found = {}
     for seed in range(60):
-        messages, texts = random_conversation(seed)
+        messages, texts = random_conversation(seed, call_texts=call_texts)
         try:
             prompt = render(template, capabilities, messages, LOOK)[1]
         except ChatTemplateError as error:
