@@ -57,42 +57,33 @@ def _slowest(subject: Subject) -> float:
 
 def _rotation(subject: Subject) -> str:
     return (
-        f"The {2 * subject.pairs} dimensions of a head form {subject.pairs} pairs, each an arrow in a plane. "
-        "The first pair rotates fast and repeats after a few tokens, the last pairs hardly move, like the hands of a clock. "
-        "Lengths do not change, so no position gives a token more weight."
+        f"The {2 * subject.pairs} dimensions of a head form {subject.pairs} pairs, each an arrow in a plane. The first pair "
+        "repeats after a few tokens, the last hardly move, like the hands of a clock. Lengths do not change."
     )
 
 
 def _angles(subject: Subject) -> str:
     return (
-        f"Angle by position, with θ = {subject.base.rope_theta:,.0f} and d = {2 * subject.pairs}. "
-        "On a logarithmic scale the pairs form straight lines: each is slower than the previous one by the same factor. "
+        f"Angle by position, with θ = {subject.base.rope_theta:,.0f} and d = {2 * subject.pairs}, on a logarithmic scale. "
         f"At position 1 the first pair has rotated by one radian and the last by {_slowest(subject):.3g}."
     )
 
 
 def _cos_sin(subject: Subject) -> str:
-    return (
-        "The tables of a rotation: a pair (x, y) becomes (x cos − y sin, x sin + y cos). "
-        "Fast pairs change from row to row, slow ones hardly at all. "
-        "Windlass computes the rows of each step from float64 angles, so no table has to be as long as the context."
-    )
+    return "Fast pairs change from row to row, slow ones hardly at all. Windlass computes only the rows of each step."
 
 
 def _invariance(subject: Subject) -> str:
     return (
-        "Left: the scores of one query and one key at all pairs of positions are constant along every diagonal. "
-        f"Right: the same vectors, 5 tokens apart, at positions up to {subject.length:,}. "
-        "Angles rounded to float32 lose digits on the way, tables rounded to bfloat16 are inexact from the beginning. "
-        "With float64 angles the score does not change."
+        "Scores of one query and one key at all pairs of positions, and of the same vectors, 5 tokens apart, up to position "
+        f"{subject.length:,}: constant with float64 angles, but not with angles in float32 or tables in bfloat16."
     )
 
 
 def _encodings(subject: Subject) -> str:
     return (
         "Upper row: the data of a model. Lower row: its effect on two positions, constant along diagonals where it depends on "
-        "the distance only. T5 learns one number per bucket of distances, ALiBi uses a slope per head. "
-        "RoPE adds nothing, learns nothing, and defines a score for every distance."
+        "the distance only. T5 learns one number per bucket of distances, ALiBi uses a slope per head. RoPE learns nothing."
     )
 
 
@@ -102,9 +93,9 @@ def _decay(subject: Subject) -> str:
     swing = float(np.abs(mean_cosine(far, frequencies)).max())
     least = float(decay_bound(np.unique(np.geomspace(1, subject.length, 4000).round()), frequencies).min())
     return (
-        f"RoFormer's bound on scores falls with distance, but for equal vectors it starts at {(subject.pairs + 1) / 2:.1f} times "
-        f"the largest score and never falls below {least:.1f} times, so it excludes nothing. Scores oscillate: between "
-        f"{subject.length // 2:,} and {subject.length:,} tokens that of equal vectors still reaches {swing:.2f} of its maximum."
+        f"RoFormer's bound on scores falls with distance, but never below {least:.1f} times the largest score of equal "
+        f"vectors, so it excludes nothing. Between {subject.length // 2:,} and {subject.length:,} tokens their score still "
+        f"reaches {swing:.2f} of its maximum."
     )
 
 
@@ -113,10 +104,9 @@ def _scalings(subject: Subject) -> str:
     slowest = 2 * math.pi / _slowest(subject)
     return (
         f"{done} of {subject.pairs} pairs complete a turn within the {base.trained_len:,} trained tokens; the slowest needs "
-        f"{slowest:,.0f}. Position interpolation (PI) slows all pairs by {subject.stretch:.1f}, so its score (right) stays high "
-        "for longer. NTK-aware scaling slows the last pair as much and the first not at all. YaRN and Llama 3 leave fast pairs "
-        "unchanged and slow the slow ones as PI does. Evenly rising divisors replace LongRoPE's, which are searched for each "
-        "model."
+        f"{slowest:,.0f}. Position interpolation (PI) slows all pairs by {subject.stretch:.1f}, NTK-aware scaling only the "
+        "last by as much, YaRN and Llama 3 only the slow ones. Evenly rising divisors replace LongRoPE's, which are searched "
+        "for each model."
     )
 
 
@@ -124,19 +114,17 @@ def _extrapolation(subject: Subject) -> str:
     done = _turns_within(subject, subject.base.trained_len)
     largest = subject.base.trained_len * _slowest(subject)
     return (
-        f"Within {subject.base.trained_len:,} tokens the first {done} pairs pass through every angle. The other "
-        f"{subject.pairs - done} cover only a part, the slowest up to {largest:.2f} radians. A text of {subject.length:,} tokens "
-        f"rotates it to {subject.length * _slowest(subject):.1f}, an untrained angle, and perplexity rises steeply. Right: PI "
-        "limits every pair to trained angles; YaRN and Llama 3 those that need it; NTK-aware scaling only the slowest, so its "
-        "factor is usually chosen larger than the length requires."
+        f"Within {subject.base.trained_len:,} tokens the first {done} pairs pass through every angle, the slowest only up to "
+        f"{largest:.2f} radians. A text of {subject.length:,} tokens rotates it to {subject.length * _slowest(subject):.1f}, an "
+        "untrained angle. Right: PI limits every pair to trained angles; YaRN and Llama 3 those that need it; NTK-aware "
+        "scaling only the slowest, so its factor is usually chosen larger than the length requires."
     )
 
 
 def _attention(subject: Subject) -> str:
     return (
         "Square root of the attention of each token (row) to itself and earlier ones, in heads from the shortest to the "
-        "longest mean distance. Vertical lines are tokens that many others attend to, mostly the first. Short diagonals are "
-        "tokens at the same place of the previous sentence. The right panel is the mean weight by distance."
+        "longest mean distance, and mean weight by distance. Vertical lines are tokens that many others attend to."
     )
 
 
