@@ -41,7 +41,7 @@ from windlass.server.schemas.responses import CountInputRequest, ResponseRequest
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def read(name: str) -> str:
