@@ -8,7 +8,7 @@
 prepare creates the models of all contestants. Each contestant runs in its own process, in turns (A B A B). A sample that other
 processes disturbed is repeated. The machine's rates are measured before and after each sample; bounds are computed from them.
 A call adds one run to the report, which is saved after each measure. Ratios and pictures stay within a run.
-docs/internals/benchmarks.md describes how to install the peers.
+benchmarks/README.md describes how to install the peers.
 """
 
 from __future__ import annotations

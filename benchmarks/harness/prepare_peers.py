@@ -6,7 +6,7 @@
 The work folder receives `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0, Q4_K_M), `bench-1b/openvino-int8`
 and `-int4`. A real model is read from a directory and reordered (see reordered_model.py), so that no format is exact on it by
 construction; 16 bits are then float16. --metadata is a GGUF file of it, for the vocabulary. Existing files are reused, and
-missing programs are reported. docs/internals/benchmarks.md describes how to install the peers.
+missing programs are reported. benchmarks/README.md describes how to install the peers.
 """
 
 from __future__ import annotations

@@ -37,13 +37,16 @@ class ThinkingBudget:
 
     close: token ids of the marker, one or more. opens: spellings of the opening marker, which counts at the start of the output
     or after at most two tokens; without one nothing counts as thinking. Empty: the output starts inside the thinking.
-    closes: further spellings of the closing marker.
+    closes: further spellings of the closing marker. call_opens, call_closes: markers of tool calls. A call that is open when the
+    budget is used up is finished first.
     """
 
     tokens: int
     close: tuple[int, ...]
     opens: tuple[tuple[int, ...], ...] = ()
     closes: tuple[tuple[int, ...], ...] = ()
+    call_opens: tuple[tuple[int, ...], ...] = ()
+    call_closes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

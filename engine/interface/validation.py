@@ -144,7 +144,12 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
     if s.thinking is not None:
         if s.thinking.tokens < 0:
             raise RequestError("thinking_budget must not be negative", "thinking_budget")
-        _check_markers("thinking_budget", (s.thinking.close, *s.thinking.opens, *s.thinking.closes), vocab_size)
+        for markers in (
+            (s.thinking.close, *s.thinking.opens, *s.thinking.closes),
+            s.thinking.call_opens,
+            s.thinking.call_closes,
+        ):
+            _check_markers("thinking_budget", markers, vocab_size)
     for word in s.bad_words:
         _check_ids("bad_words", word, vocab_size)
     if s.grammar is not None and len(s.grammar) > MAX_GRAMMAR_CHARACTERS:

@@ -7,7 +7,7 @@ previous tokens only, so it is the same under speculation, preemption and in any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -102,6 +102,8 @@ class LogitsProcessor:
 
 _MAX_LEAD = 2  # tokens, mostly of white space, that may precede an opening marker
 
+_MAX_CALL = 8192  # tokens after the budget that a call in the thinking may take
+
 _MAX_DELAY = 3  # tokens that may finish a character whose first byte was the last of the budget
 
 
@@ -112,20 +114,50 @@ def forced_token(budget: ThinkingBudget, token_ids: Sequence[int], num_prompt_to
     """
     drawn = len(token_ids) - num_prompt_tokens
     longest = _MAX_LEAD + max(map(len, budget.opens), default=0) + len(budget.close) + _MAX_DELAY
-    if not budget.tokens <= drawn < longest + budget.tokens:
+    over = drawn - budget.tokens
+    if over < 0 or over >= longest + (_MAX_CALL if budget.call_opens else 0):
         return None  # in nearly every step
     output = list(token_ids[num_prompt_tokens:])
-    begin = _thinking_start(budget, output)
-    if begin is None:
+    if over >= longest and not any(marker[0] in output[: budget.tokens + longest] for marker in budget.call_opens):
         return None
-    for tokens in range(budget.tokens, min(budget.tokens + _MAX_DELAY, drawn - begin) + 1):
-        thought, after = output[begin : begin + tokens], output[begin + tokens :]
+    begin = _thinking_start(budget, output)
+    end = None if begin is None else _end_of_call(budget, output, begin, begin + budget.tokens)
+    if begin is None or end is None:
+        return None
+    for stop in range(end, min(end + _MAX_DELAY, drawn) + 1):
+        thought, after = output[begin:stop], output[stop:]
         if any(_contains(thought, marker) for marker in (budget.close, *budget.closes)):
             return None
         left = _remaining_marker(budget.close, thought)
         if len(after) < len(left) and _starts(left, after, 0):
             return left[len(after)]
     return None
+
+
+def _end_of_call(budget: ThinkingBudget, output: list[int], begin: int, end: int) -> int | None:
+    """The end of the call that is open at `end`, `end` if there is none; None if the call is not closed yet."""
+    opened = max((at for marker in budget.call_opens for at in _places(output, marker, begin, end)), default=None)
+    if opened is None:
+        return end
+    closed = (
+        next((at + len(marker) for at in _places(output, marker, opened, len(output))), None)
+        for marker in budget.call_closes
+    )
+    found = min((at for at in closed if at is not None), default=None)
+    if found is None or found > end + _MAX_CALL:
+        return None if len(output) < end + _MAX_CALL else end + _MAX_CALL
+    return max(found, end)
+
+
+def _places(tokens: list[int], marker: Sequence[int], start: int, stop: int) -> Iterator[int]:
+    """The places of a marker that begin in a range."""
+    try:
+        while (start := tokens.index(marker[0], start, stop)) < stop:
+            if _starts(tokens, marker, start):
+                yield start
+            start += 1
+    except ValueError:
+        return
 
 
 def _remaining_marker(close: Sequence[int], thought: list[int]) -> list[int]:

@@ -93,7 +93,7 @@ def chat_request_from_messages(
         budget = None  # see `ignored_fields`
     if output is not None and output.effort is not None:
         # Anthropic's clients send an effort with every request, as a hint.
-        effort = model.nearest_effort(output.effort) if effort is None else effort
+        effort = output.effort if effort is None else effort
     choice = body.tool_choice
     continues_last = messages[-1].role == "assistant" and not messages[-1].tool_calls
     chat = ChatRequest.model_construct(
@@ -393,7 +393,9 @@ async def create_message(request: Request) -> Response:
     def failure(error: ApiError) -> bytes:
         return b"event: error\ndata: " + to_json(error_body(error, request.scope)) + b"\n\n"
 
-    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=PING))
+    return Exchange(
+        state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b"", keep_alive=lambda: PING)
+    )
 
 
 async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +26,7 @@ from windlass.server.schemas.responses import (
     CUSTOM_INPUT,
     INCOMPLETE,
     LOGPROBS,
+    AdditionalTools,
     CallItem,
     CallOutputItem,
     CountInputRequest,
@@ -44,6 +45,7 @@ from windlass.server.schemas.responses import (
     ResponseRequest,
     ToolNamespace,
     as_items,
+    check_tools,
     input_items_of_output,
     offered_name,
     offered_tools,
@@ -65,7 +67,13 @@ from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
-from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
+from windlass.server.serving.streaming import (
+    KEEP_ALIVE,
+    Exchange,
+    LargeJsonResponse,
+    StreamFormat,
+    run_while_connected,
+)
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -112,10 +120,11 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
     items = as_items(body.input)
     outputs = {item.call_id for item in items if isinstance(item, CallOutputItem)}
     builder = _MessagesBuilder(messages, message_paths, outputs)
-    for item in earlier:
-        builder.add(item, "previous_response_id")
+    for earlier_item in earlier:
+        builder.add(earlier_item, "previous_response_id")
     for number, item in enumerate(items):
-        builder.add(item, f"input[{number}]")
+        if not isinstance(item, AdditionalTools):
+            builder.add(item, f"input[{number}]")
     builder.end()
     if not messages:
         raise bad_request("input has no message to answer: add at least one", "input")
@@ -275,6 +284,15 @@ class ResponseWriter(BlockWriter):
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def keep_alive(self) -> bytes:
+        """Before the first item an event, as clients such as Codex leave a stream that has only comments for minutes."""
+        if not self.started:
+            self.started = True
+            return self.opening_events()
+        if self.blocks:
+            return KEEP_ALIVE
+        return self._event("response.in_progress", response={**self._response, "status": "in_progress"})
 
     def block_start_events(self, block: AnswerBlock) -> bytes:
         item = self._item(block, "in_progress", empty=True)
@@ -517,6 +535,16 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         body.input[number] = item_found.model_copy()  # its id may change
 
 
+def add_tools(body: ResponseRequest) -> None:
+    """Add the tools of `additional_tools` items to those of the request, in place; raises ApiError if they conflict."""
+    added = [tool for item in body.input if isinstance(item, AdditionalTools) for tool in item.tools]
+    if added:
+        try:
+            body.tools = check_tools([*(body.tools or ()), *added])
+        except PydanticCustomError as error:
+            raise bad_request(f"tools with those of additional_tools items {error.message()}", "tools") from None
+
+
 _QUESTION = {"input": "Where does the river begin?"}
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
@@ -600,7 +628,11 @@ async def create_response(request: Request) -> Response:
     def failure(error: ApiError) -> bytes:
         return writers[0].failure(error) if writers and writers[0].started else early_failure_event(error)
 
-    return Exchange(state, work, deadline=chat.deadline, stream_format=StreamFormat(failure, done=b""))
+    def keep_alive() -> bytes:
+        return writers[0].keep_alive() if writers else KEEP_ALIVE
+
+    stream_format = StreamFormat(failure, done=b"", keep_alive=keep_alive)
+    return Exchange(state, work, deadline=chat.deadline, stream_format=stream_format)
 
 
 @router.endpoint(
@@ -641,6 +673,7 @@ async def _translate(
     earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
 
     def translate() -> tuple[ChatRequest, FieldNames]:
+        add_tools(body)
         resolve_references(body, state.responses, owner)
         return chat_request_from_response(body, earlier)
 
@@ -676,7 +709,8 @@ def _store(
     answer: bytes,
     output: list[dict[str, Any]],
 ) -> None:
-    inputs, outputs = as_items(body.input), input_items_of_output(output)
+    inputs = [item for item in as_items(body.input) if not isinstance(item, AdditionalTools)]
+    outputs = input_items_of_output(output)
     # Pages begin after an id, so ids must be unique: a repeated one, such as that of an output item, would lead back.
     taken = {item.id for item in ([] if previous is None else items_until(previous.outputs))}
     for number, item in enumerate(inputs):

@@ -131,7 +131,7 @@ class StoppableExchange(Protocol):
 TEMPLATE_CHANGES_HEADER = "x-windlass-template-changes"
 
 
-def _report_template_changes(changes: Sequence[str]) -> None:
+def report_template_changes(changes: Sequence[str]) -> None:
     """Add changes to the header that lists them: a request may render several prompts, as when turns are dropped."""
     if changes and (scope := current_request.get()) is not None:
         headers = response_headers(scope)
@@ -166,7 +166,7 @@ class ServerState:
         self.tracing = _tracing(settings.otel_endpoint)
         self.draining = False
         self.created = int(time.time())
-        self.text = TextService(tokenizer, settings, _report_template_changes)
+        self.text = TextService(tokenizer, settings, report_template_changes)
         # The token with which the model accepts a pair of texts, and possibly the refusing one; empty: it does not rank.
         self.rerank_answer_ids = (
             () if settings.ranking is None else rerank_answer_ids(tokenizer, settings.ranking.tokens)

@@ -28,14 +28,15 @@ from windlass.server.startup.model_files import bundled_model, cache_directory, 
 class ListedModel:
     """A model that `windlass serve NAME` takes.
 
-    here: whether no download is needed. size: bytes on disk, or of the download. licence: None if unknown. where: the file or
-    directory, None if it is not downloaded.
+    here: whether no download is needed. size: bytes on disk, or of the download. memory: estimated bytes of weights and a cache
+    for 8,192 tokens, None if unknown. licence: None if unknown. where: the file or directory, None if it is not downloaded.
     """
 
     name: str
     about: str
     here: bool
     size: int
+    memory: int | None
     licence: str | None
     source: str
     where: str | None
@@ -65,9 +66,12 @@ def list_models(as_json: bool) -> None:
         print(json.dumps({"models": [asdict(model) for model in listed], "cache": str(cache_folder())}))
         return
     width = max(len(model.name) for model in listed)
+    print(f"{'name':{width}}  {'on disk':8}  {'file':>10}  {'memory':>7}  {'licence':10}  description")
     for model in listed:
-        here = "here" if model.here else "not here"
-        print(f"{model.name:{width}}  {here:8}  {megabytes(model.size):>10}  {model.licence or '–':10}  {model.about}")
+        here = "yes" if model.here else "no"
+        memory = "–" if model.memory is None else f"{model.memory / 1e9:.1f} GB"
+        size, licence = megabytes(model.size), model.licence or "–"
+        print(f"{model.name:{width}}  {here:8}  {size:>10}  {memory:>7}  {licence:10}  {model.about}")
         print(" " * width, f" {model.where or model.source}")
     missing = [model.name for model in listed if not model.here]
     if missing:
@@ -87,12 +91,13 @@ def _list_catalog(model: KnownModel) -> ListedModel:
         size = _size(where) if where else 0
     else:
         where = model_file(model) if here else None
-        size = model.file.size if here else model.file.download_size
+        size = where.stat().st_size if where else model.file.size
     return ListedModel(
         name=model.name,
         about=model.about,
         here=here,
         size=size,
+        memory=model.memory,
         licence=model.licence,
         source=model.source,
         where=str(where) if where else None,
@@ -117,6 +122,7 @@ def _list_hub_cache() -> list[ListedModel]:
                 about=about,
                 here=True,
                 size=sum(map(_size, paths)),
+                memory=None,
                 licence=None,
                 source=f"the Hugging Face cache, {cache_directory()}",
                 where=str(where),

@@ -241,34 +241,12 @@ def _kind(item: dict[str, Any]) -> str:
 
 class _OtherItem(UnsupportedKind):
     kind_plural = "items"
-    supported_kinds = "message, function_call, custom_tool_call, the outputs of calls, reasoning and item_reference"
+    supported_kinds = (
+        "message, function_call, custom_tool_call, the outputs of calls, reasoning, item_reference and additional_tools"
+    )
 
 
 Item = MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("[message]")]
-    | Annotated[CallItem, Tag("[function_call]")]
-    | Annotated[CallOutputItem, Tag("[function_call_output]")]
-    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
-    | Annotated[CustomCallOutputItem, Tag("[custom_tool_call_output]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")]
-    | Annotated[ItemReference, Tag("[item_reference]")]
-    | Annotated[_OtherItem, Tag(OTHER_TAG)],
-    discriminate_by_type(
-        (
-            *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-            *("reasoning", "item_reference"),
-        ),
-        _kind,
-    ),
-]
-
-
-def as_items(items: list[InputItem]) -> list[Item]:
-    """Cast the items of an input after validation and after its references have been replaced."""
-    return cast(list[Item], items)
-
 
 _KINDS: dict[str, type[MessageItem] | type[CallItem] | type[CustomCallItem] | type[ReasoningItem]] = {
     "message": MessageItem,
@@ -431,7 +409,8 @@ def offered_tools(tools: Sequence[Any]) -> list[OfferedTool]:
     return found
 
 
-def _check_tools(value: list[Any]) -> list[Any]:
+def check_tools(value: list[Any]) -> list[Any]:
+    """The tools of a request; raises PydanticCustomError if they are too many or too large, or if a name occurs twice."""
     found = offered_tools(value)
     if len(found) > MAX_TOOLS:
         raise PydanticCustomError(
@@ -439,6 +418,45 @@ def _check_tools(value: list[Any]) -> list[Any]:
         )
     check_functions([tool.definition.function for tool in found])
     return value
+
+
+_Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools)]
+
+
+class AdditionalTools(StrictModel):
+    """Further tools of this request, which count as those in `tools`. The item is not stored."""
+
+    ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS
+
+    type: Literal["additional_tools"]
+    id: Id | None = Field(default=None, description="Accepted without effect.")
+    role: Literal["developer", "system"] | None = Field(default=None, description="Accepted without effect.")
+    tools: _Tools = Field(description="The tools.")
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[CallOutputItem, Tag("[function_call_output]")]
+    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
+    | Annotated[CustomCallOutputItem, Tag("[custom_tool_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[ItemReference, Tag("[item_reference]")]
+    | Annotated[AdditionalTools, Tag("[additional_tools]")]
+    | Annotated[_OtherItem, Tag(OTHER_TAG)],
+    discriminate_by_type(
+        (
+            *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+            *("reasoning", "item_reference", "additional_tools"),
+        ),
+        _kind,
+    ),
+]
+
+
+def as_items(items: list[InputItem]) -> list[Item | AdditionalTools]:
+    """Cast the items of an input after validation and after its references have been replaced."""
+    return cast(list[Item | AdditionalTools], items)
 
 
 def _check_tool_choice(value: Any) -> Any:
@@ -544,12 +562,10 @@ class ResponseRequest(SharedRequest):
         description="Maximum number of generated tokens. Default: `--default-max-tokens`, else what the context leaves.",
     )
     stop: StopField = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)] | None = (
-        Field(
-            default=None,
-            description="Tools of the caller that the model may call: functions, `custom` tools, and namespaces of both. Hosted "
-            "tools are ignored. Default: none.",
-        )
+    tools: _Tools | None = Field(
+        default=None,
+        description="Tools of the caller that the model may call: functions, `custom` tools, and namespaces of both. Hosted "
+        "tools are ignored. Default: none.",
     )
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
         default=None,

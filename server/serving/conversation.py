@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from windlass.server.app.request_body import report_ignored
-from windlass.server.app.state import ServerState, state_of
+from windlass.server.app.state import ServerState, report_template_changes, state_of
 from windlass.server.errors import ApiError, after_dropping_turns, bad_request
 from windlass.server.schemas.chat import ChatMessage, ChatRequest
 from windlass.server.serving.context_rules import retain_system_prompt
@@ -156,7 +156,7 @@ async def prepare_chat(job: GenerationJob) -> tuple[list[Prompt], GenerationJob]
         job = await _retain_system_prompt(job, prompt.token_ids)
     final = (body.messages[-1].content or "") if body.continue_final_message else None
     phase = thinking.phase(prompt.text or "", final)
-    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, phase))
+    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, phase, job.parsing))
     return [prompt], replace(job, sampling=sampling, phase=phase, parsing=thinking.parsing(job.parsing, phase))
 
 
@@ -172,10 +172,13 @@ async def count_chat(state: ServerState, body: ChatRequest, caller: str) -> int:
 
 
 def _chat_options(state: ServerState, body: ChatRequest, tools: list[dict[str, Any]] | None) -> ChatOptions:
+    effort = body.reasoning_effort
+    if effort is not None and state.thinking.nearest_effort(effort) != effort:
+        report_template_changes(["effort-changed"])
     return {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
-        "variables": state.thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+        "variables": state.thinking.variables(effort, body.chat_template_kwargs),
         "tools": tools,
     }
 

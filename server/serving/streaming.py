@@ -34,11 +34,11 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """Stream events of one API: those of an error, the last one, and keep-alives."""
+    """Stream events of one API: those of an error, the last one, and keep-alives, which are rendered when they are sent."""
 
     render_error: Callable[[ApiError], bytes] = lambda error: b"data: " + to_json(error.body()) + b"\n\n"
     done: bytes = DONE
-    keep_alive: bytes = KEEP_ALIVE
+    keep_alive: Callable[[], bytes] = lambda: KEEP_ALIVE
 
 
 OPENAI_STREAM = StreamFormat()
@@ -113,6 +113,7 @@ class Exchange(Response):
         """Send encoded events, one or several."""
         self._idle = False
         self._sending = True
+        await self._finish_keep_alive()
         if not self._streaming:
             await self._start_stream()
         for start in range(0, len(events), SEND_SLICE_BYTES):  # several only for log-probabilities of a long prompt
@@ -123,6 +124,7 @@ class Exchange(Response):
     async def finish(self, events: bytes = b"") -> None:
         """Send the last events and the end of a stream."""
         self._stop_keep_alive()
+        await self._finish_keep_alive()
         if not self._streaming:
             await self._start_stream()
         await self._send_direct({"type": "http.response.body", "body": events + self._format.done, "more_body": False})
@@ -238,9 +240,14 @@ class Exchange(Response):
             return
         if not self._streaming:
             await self._start_stream()
-            if self._keep_alive_timer is None:
+            if self._keep_alive_timer is None or self._sending:
                 return
-        await self._send_direct({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
+        await self._send_direct({"type": "http.response.body", "body": self._format.keep_alive(), "more_body": True})
+
+    async def _finish_keep_alive(self) -> None:
+        """Wait until a keep-alive that is being sent to a slow client is complete: its events precede those that follow."""
+        if self._keep_alive_task is not None and not self._keep_alive_task.done():
+            await asyncio.wait({self._keep_alive_task})
 
     def _stop_keep_alive(self) -> None:
         if self._keep_alive_timer is not None:

@@ -100,7 +100,7 @@ def plan_tools(
         calls_only=must_call,
         disallowed=offered.keys() - schemas.keys(),
     )
-    parsing = ParsingPlan(lambda: known.parser(options), known.markers, known.opens, legacy)
+    parsing = ParsingPlan(lambda: known.parser(options), known.markers, known.opens, known.closes, legacy)
     if must_call and grammar is not None:
         return ToolPlan(tools, parsing, StructuredOutput("lark", grammar, field))
     return ToolPlan(tools, parsing, calls=grammar or "")

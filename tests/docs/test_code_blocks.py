@@ -18,7 +18,12 @@ from typer.main import get_command
 from windlass.clients.loadtest import commands as loadtest
 from windlass.server.cli import main as cli
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 # The tests that run the Python of a page. Blocks of other pages need `<!-- not run: … -->`.

@@ -18,13 +18,15 @@ BENCH = get_command(cli.app).commands["bench"]  # type: ignore[attr-defined]
 
 
 def test_commands_are_accepted():
-    """Every `windlass bench` command of the page; `$n` and `$length` are variables of loops."""
+    """Every `windlass bench` command with arguments; `$n`, `$port` and `$length` are variables of loops."""
     names = []
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
+    in_text = re.findall(r"`(windlass bench \w+ [^`…]+)`", PAGE)
+    for block in [*re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL), *in_text]:
         for line in block.replace("\\\n", " ").splitlines():
             if not line.strip().startswith("windlass bench "):
                 continue
-            words = shlex.split(re.sub(r"\$(n|length)", "1", line), comments=True)
+            line = re.sub(r"\$(n|length)", "1", line.replace("$port", "8000"))
+            words = shlex.split(line, comments=True)
             name = words[2]
             context = BENCH.commands[name].make_context(name, words[3:])  # raises for a wrong option or value
             if name == "serve":

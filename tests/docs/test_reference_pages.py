@@ -41,7 +41,7 @@ from windlass.server.schemas.responses import CountInputRequest, ResponseRequest
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def read(name: str) -> str:
@@ -269,7 +269,7 @@ def test_no_text_recommends_installation_from_a_package_index():
 @pytest.mark.slow
 def test_the_comparison_of_the_guide_to_load_tests_runs(tmp_path):
     """The commands with another address: runs, pages, and a comparison with intervals."""
-    script, _ = re.findall(r"```bash\n(.*?)```", section(read("guides/load-testing.md"), "## Comparisons"), re.DOTALL)
+    (script,) = re.findall(r"```bash\n(.*?)```", section(read("guides/load-testing.md"), "## Comparisons"), re.DOTALL)
     programs = Path(sys.executable).parent
     with scripted_llm(full_stream) as llm:
         done = subprocess.run(

@@ -98,6 +98,7 @@ class ScriptedEngine:
     """
 
     reply: list[int] = field(default_factory=lambda: [65, 66, 67])
+    answer: Callable[[EngineRequest], list[int]] | None = None  # the tokens before the EOS id, instead of `reply`
     delay: float = 0.0
     first_delay: float = 0.0
     held: bool = False
@@ -176,6 +177,10 @@ class ScriptedEngine:
             rest = [logprobs_of(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]]
             prompt_logprobs = (None, *rest)
         live = list(range(sampling.n))
+        reply, eos_after = self.reply, self.eos_after
+        if self.answer is not None:
+            reply = self.answer(request)
+            eos_after = len(reply)
         made = 0
         while live:
             if self.delay:
@@ -185,11 +190,11 @@ class ScriptedEngine:
             if self.fail_after is not None and made >= self.fail_after[0]:
                 raise self.fail_after[1]
             count = min(self.tokens_per_output, sampling.max_tokens - made)
-            tokens = [self.reply[(made + i) % len(self.reply)] for i in range(count)]
+            tokens = [reply[(made + i) % len(reply)] for i in range(count)]
             stop_id = None
             for position, token in enumerate(tokens):
                 index = made + position
-                if self.eos_after is not None and index >= self.eos_after and not sampling.ignore_eos:
+                if eos_after is not None and index >= eos_after and not sampling.ignore_eos:
                     token = tokens[position] = self.info.eos_token_ids[0] if self.info else 0
                     stop_id = token
                 if token in sampling.stop_token_ids and index >= sampling.min_tokens:

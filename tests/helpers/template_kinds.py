@@ -92,7 +92,8 @@ LLAMA31 = """
 {%- endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 
-# A first system or developer message, later ones are not shown; one call, a result must follow its call.
+# A first system or developer message, later ones are not shown; one call, a result must follow its call. Text with a call is
+# shown as thinking, and refused if there is thinking, which is omitted before a later answer without calls.
 GPT_OSS = """
 {%- if messages[0].role == 'developer' or messages[0].role == 'system' %}
 {%- set instructions, rest = messages[0].content, messages[1:] %}
@@ -103,7 +104,11 @@ GPT_OSS = """
 {%- set last = namespace(name=none) %}
 {%- for message in rest %}
 {%- if message.role == 'assistant' and 'tool_calls' in message %}
-{%- set call = message.tool_calls[0].function %}<assistant to={{ call.name }}>{{ call.arguments | tojson }}
+{%- set call = message.tool_calls[0].function %}
+{%- if message.content and message.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}
+{%- set later = rest[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls', 'defined') | list %}
+{%- if (message.content or message.thinking) and not later %}<analysis>{{ message.content or message.thinking }}
+{% endif %}<assistant to={{ call.name }}>{{ call.arguments | tojson }}
 {% set last.name = call.name %}
 {%- elif message.role == 'assistant' %}<assistant>{{ message.content }}
 {% set last.name = none %}

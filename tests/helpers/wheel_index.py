@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 
-from windlass.server.startup.model_catalog import KnownModel, PackagedFile
+from windlass.server.startup.model_catalog import KnownFile, KnownModel
 
 MEMBER = "toy_model/toy.gguf"
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -30,7 +30,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER, pac
 
 def toy_model(wheel: Path, content: bytes = CONTENT) -> KnownModel:
     """Return the model `toy`, which is this wheel's file."""
-    return _model((("toy-model==1.0", MEMBER),), len(content), wheel.stat().st_size, content)
+    return _model((("toy-model==1.0", MEMBER),), len(content), content)
 
 
 def parted_model(folder: Path, content: bytes = CONTENT, part_size: int = 400_000) -> KnownModel:
@@ -41,24 +41,20 @@ def parted_model(folder: Path, content: bytes = CONTENT, part_size: int = 400_00
         member = f"{package}/data/part.bin"
         make_wheel(folder, content[start : start + part_size], member, package)
         parts.append((f"{package.replace('_', '-')}==1.0", member))
-    return _model(tuple(parts), part_size, sum(wheel.stat().st_size for wheel in folder.glob("toy_part*")), content)
+    return _model(tuple(parts), part_size, content)
 
 
-def _model(parts: tuple[tuple[str, str], ...], part_size: int, download_size: int, content: bytes) -> KnownModel:
-    return KnownModel(
-        name="toy",
-        about="a toy",
-        licence="MIT",
-        source="a test",
-        file=PackagedFile(
-            name="toy.gguf",
-            parts=parts,
-            part_size=part_size,
-            download_size=download_size,
-            size=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
-        ),
+def hub_model(hub: str, parts: tuple[tuple[str, str], ...] = (), content: bytes = CONTENT) -> KnownModel:
+    """Return the model `toy`, a file of the hub. parts: its second source."""
+    return _model(parts, len(content), content, hub)
+
+
+def _model(parts: tuple[tuple[str, str], ...], part_size: int, content: bytes, hub: str | None = None) -> KnownModel:
+    sha256 = hashlib.sha256(content).hexdigest()
+    file = KnownFile(
+        name="toy.gguf", hub=hub, parts=parts, part_size=part_size if parts else 0, size=len(content), sha256=sha256
     )
+    return KnownModel(name="toy", about="a toy", licence="MIT", memory=1 << 20, file=file)
 
 
 class SlowIndex:

@@ -19,20 +19,13 @@ _TABLES = re.compile(r"<!-- conformance -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def tables(report: dict[str, Any]) -> str:
-    """A table per model, with a row per server and a column per check."""
+    """A table per model, with a row per server."""
     parts = []
     for model, description in report["models"].items():
-        runs = [run for run in report["runs"] if run["model"] == model]
-        names = [check["name"] for check in runs[0]["checks"]]
-        lines = [
-            f"{description}:",
-            "",
-            f"| server | {' | '.join(f'`{name}`' for name in names)} |",
-            "|---" + "|--:" * len(names) + "|",
-        ]
-        for run in runs:
-            checks = {check["name"]: check for check in run["checks"]}
-            lines.append(f"| {run['server']} | {' | '.join(_cell(checks[name]) for name in names)} |")
+        lines = [f"{description}:", "", "| server | holds | differs | not shown | not askable |", "|---" * 5 + "|"]
+        for run in report["runs"]:
+            if run["model"] == model:
+                lines.append(f"| {run['server']} | {' | '.join(_cells(run['checks']))} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -43,16 +36,20 @@ def updated(page: str, report: dict[str, Any]) -> str:
     return _TABLES.sub(lambda _: made, page)
 
 
-def _cell(check: dict[str, Any]) -> str:
-    """The distance if the check holds, otherwise the verdict, with the distance if there is one."""
-    verdict, effect = check["verdict"], check["effect"]
-    distance = "" if effect is None else f"{effect:.4f}"
-    match verdict:
-        case "holds":
-            return distance or "same text"
-        case "differs":
-            return f"**differs{f', {distance}' if distance else ''}**"
-    return verdict if not effect else f"{verdict}, {distance}"
+def _cells(checks: list[dict[str, Any]]) -> list[str]:
+    """The number of checks that hold with their largest distance, and the names of the others by verdict."""
+    held = [check for check in checks if check["verdict"] == "holds"]
+    distances = [check["effect"] for check in held if check["effect"] is not None]
+    largest = f"{max(distances):.4f}" if distances else "same text"
+    cells = [f"{len(held)} ({largest})" if held else "–"]
+    for verdict in ("differs", "not shown", "not askable"):
+        names = [_named(check) for check in checks if check["verdict"] == verdict]
+        cells.append(", ".join(names) or "–")
+    return cells
+
+
+def _named(check: dict[str, Any]) -> str:
+    return f"`{check['name']}`" + (f" {check['effect']:.4f}" if check["effect"] else "")
 
 
 if __name__ == "__main__":

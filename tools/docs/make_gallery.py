@@ -7,30 +7,82 @@ Pictures and captions have Llama 2's parameters. A caption is between `<!-- pict
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from pathlib import Path
 
-from windlass.lab.gallery import KINDS, Extras, draw
-from windlass.lab.gallery_subject import make_subject
+from windlass.lab.gallery import Extras, draw
+from windlass.lab.gallery_subject import Subject, make_subject
 from windlass.lab.plotting import save_figure
 from windlass.server.startup.derived_files import ensure_tokenizer
 from windlass.server.text.tokenizer import Tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "rotary-embeddings.md"
 PICTURES = PAGE.with_name("pictures")
-SHOWN = ("rotation", "encodings", "extrapolation", "scalings")  # the others would only enlarge the clone
-
 _CAPTION = re.compile(r"<!-- picture: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
+def _turns_within(subject: Subject, tokens: int) -> int:
+    """Number of pairs that make at least one full turn within `tokens` tokens, unscaled."""
+    return int((subject.frequencies(subject.compared[0][1]) * tokens >= 2 * math.pi).sum())
+
+
+def _slowest(subject: Subject) -> float:
+    return float(subject.frequencies(subject.compared[0][1])[-1])
+
+
+def _rotation(subject: Subject) -> str:
+    return (
+        f"The {2 * subject.pairs} dimensions of a head form {subject.pairs} pairs, each an arrow in a plane. The first pair "
+        "repeats after a few tokens, the last hardly move, like the hands of a clock. Lengths do not change."
+    )
+
+
+def _encodings(subject: Subject) -> str:
+    return (
+        "Upper row: the data of a model. Lower row: its effect on two positions, constant along diagonals where it depends on "
+        "the distance only. T5 learns one number per bucket of distances, ALiBi uses a slope per head. RoPE learns nothing."
+    )
+
+
+def _scalings(subject: Subject) -> str:
+    done, base = _turns_within(subject, subject.base.trained_len), subject.base
+    slowest = 2 * math.pi / _slowest(subject)
+    return (
+        f"{done} of {subject.pairs} pairs complete a turn within the {base.trained_len:,} trained tokens; the slowest needs "
+        f"{slowest:,.0f}. Position interpolation (PI) slows all pairs by {subject.stretch:.1f}, NTK-aware scaling only the "
+        "last by as much, YaRN and Llama 3 only the slow ones. Evenly rising divisors replace LongRoPE's, which are searched "
+        "for each model."
+    )
+
+
+def _extrapolation(subject: Subject) -> str:
+    done = _turns_within(subject, subject.base.trained_len)
+    largest = subject.base.trained_len * _slowest(subject)
+    return (
+        f"Within {subject.base.trained_len:,} tokens the first {done} pairs pass through every angle, the slowest only up to "
+        f"{largest:.2f} radians. A text of {subject.length:,} tokens rotates it to {subject.length * _slowest(subject):.1f}, an "
+        "untrained angle. Right: PI limits every pair to trained angles; YaRN and Llama 3 those that need it; NTK-aware "
+        "scaling only the slowest, so its factor is usually chosen larger than the length requires."
+    )
+
+
+# Titles and explanations. Pictures of the other kinds would only enlarge the clone.
+SHOWN = {
+    "rotation": ("Rotating arrows", _rotation),
+    "encodings": ("Comparison with other encodings", _encodings),
+    "extrapolation": ("Beyond the trained length", _extrapolation),
+    "scalings": ("Effect of each scaling", _scalings),
+}
+
+
 def caption(name: str) -> str:
-    """Picture, if it is in the clone, and explanation."""
-    kind = KINDS[name]
-    text = kind.explain(make_subject(None, None, [], None, "Llama 2"))
-    image = f"![{kind.title}]({PICTURES.name}/{name}.png)\n\n" if name in SHOWN else ""
-    text = f"{kind.title} (`windlass rope picture {name}`). {text}"
-    return image + textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
+    """Picture and explanation."""
+    title, explain = SHOWN[name]
+    text = f"{title} (`windlass rope picture {name}`). {explain(make_subject(None, None, [], None, 'Llama 2'))}"
+    text = textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
+    return f"![{title}]({PICTURES.name}/{name}.png)\n\n{text}"
 
 
 def kinds_of(page: str) -> list[str]:

@@ -1,25 +1,49 @@
-"""Lark grammars that permit only tool calls, one function per call format."""
+"""Call layouts, which describe calls as templates show them, and the Lark grammars that permit only such calls."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
-from windlass.server.text.schema_rewriting import enforced_schema, names_all_members
+from windlass.server.text.schema_rewriting import (
+    enforced_schema,
+    expand_ascii_classes,
+    names_all_members,
+    resolve_reference,
+)
+from windlass.server.text.tool_parsers.values import TEXT_TYPES, parameter_types
 
 MAX_GRAMMAR_CALLS = 16  # per answer, for models that never stop calling
 MAX_MEMBERS = 200  # per function with one rule per member: llguidance recurses from each rule to the next
+MAX_BOUND = 1 << 20  # of a minimum or maximum length
 PARAMETERS_OF = "// parameters of "  # comment line before a rule, followed by the function's name
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+ITEM = "item"  # element of a list, in values that consist of elements
+_MAX_DEPTH = 16  # of elements and references; deeper values are written as JSON
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_TAG_NAME = re.compile(r"[^<>\s=\"']{1,200}")
 # Models write a newline after a call, before the token that ends the answer. If it could not end there, they would have to call
 # again.
 _NEWLINES_AFTER = r"(/\n{1,2}/)?"
 _UNSUPPORTED_KEYWORDS = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")
+_TOKEN = re.compile(r"(<(?!/?｜DSML｜)[^<>\s]+>|｜DSML｜|\]<\]minimax\[>\[|\[[A-Z_]+\])")
+_LAST_TAG = re.compile(r"<[^<>]*>(?=\s*$)")
+_PLACEHOLDER = re.compile(r"\$([a-z]+)")
+_NUMBER = "/[0-9]{1,2}/"
+ANNOTATIONS = frozenset(
+    {
+        *("$schema", "$comment", "title", "description", "default", "example", "examples", "deprecated"),
+        *("readOnly", "writeOnly"),
+    }
+)
+# Escapes with the same meaning everywhere, and classes.
+_SIMPLE_PARTS = re.compile(r"\\[^bBAZzGkpP1-9]|\[\^?(?:\\.|[^\]\\\[])+\]", re.DOTALL)
+_CONTEXTUAL = re.compile(r"[\^$\\\[]|\(\?(?!:)")  # in what remains: anchors, references, assertions, unusual classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,190 +64,102 @@ class CallGrammarOptions:
         """Return llguidance's options for the schema of a function."""
         return {**_SPACING, "lenient": name not in self.strict}
 
-    def max_more_calls(self) -> int:
-        """Return the number of calls permitted after the first."""
-        return MAX_GRAMMAR_CALLS - 1 if self.parallel else 0
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLayout:
+    """Text of calls as a model's chat template shows them.
 
-def tagged(options: CallGrammarOptions) -> str:
-    """Hermes: one tagged object per call."""
-    begin, end = options.token("<tool_call>"), options.token("</tool_call>")
-    head = _json_head("arguments")
-    return _grammar(
-        options,
-        lambda name: f"{begin} {lark_string(chr(10))} {head(name)}",
-        f"{lark_string('}' + chr(10))} {end}",
-        between=lark_string("\n"),
-    )
-
-
-def json_list(options: CallGrammarOptions, begin: str, end: str = "") -> str:
-    """A marker, a list of objects and a marker."""
-    return _json_list(options, options.token(begin), options.token(end) if end else "")
-
-
-def command_r(options: CallGrammarOptions) -> str:
-    """Command R: fenced JSON after `Action:`."""
-    begin, end = lark_string("Action: ```json\n"), lark_string("\n```")
-    return _json_list(options, begin, end, _json_head("parameters", "tool_name"))
-
-
-def cohere(options: CallGrammarOptions) -> str:
-    """Command R7B and A: a list of objects with numbers between markers."""
-    begin, end = options.token("<|START_ACTION|>"), options.token("<|END_ACTION|>")
-    before = lark_string('{"tool_call_id": "') + " /[0-9]{1,2}/ "
-    return _json_list(
-        options, begin, end, lambda name: before + lark_string(f'", "tool_name": "{name}", "parameters": ')
-    )
-
-
-def apertus(options: CallGrammarOptions) -> str:
-    """Apertus: a list of objects that map a name to arguments."""
-    begin, end = options.token("<|tools_prefix|>"), options.token("<|tools_suffix|>")
-    return _json_list(options, begin, end, lambda name: lark_string(f'{{"{name}": '))
-
-
-def granite_20b(options: CallGrammarOptions) -> str:
-    """Granite 20B: a marker before each object."""
-    begin, head = options.token("<function_call>"), _json_head("arguments")
-    return _grammar(options, lambda name: f"{begin} {lark_string(' ')} {head(name)}", lark_string("}"), between='" "')
-
-
-def internlm(options: CallGrammarOptions) -> str:
-    """InternLM: an object between markers."""
-    begin = f"{options.token('<|action_start|>')} {options.token('<|plugin|>')} {lark_string(chr(10))}"
-    head = _json_head("parameters")
-    end = f"{lark_string('}')} {options.token('<|action_end|>')}"
-    return _grammar(options, lambda name: f"{begin} {head(name)}", end)
-
-
-def gigachat3(options: CallGrammarOptions) -> str:
-    """GigaChat 3: one message of the role `function call` after an empty one."""
-    before = f"{options.token('<|message_sep|>')} {lark_string(chr(10) * 2 + 'function call')}"
-    before += f" {options.token('<|role_sep|>')} {lark_string(chr(10))}"
-    return _grammar(replace(options, parallel=False), _json_head("arguments"), lark_string("}"), before=before)
-
-
-def functionary_v31(options: CallGrammarOptions) -> str:
-    """Functionary 3.1: arguments between tags of the function."""
-    return _grammar(options, lambda name: lark_string(f"<function={name}>"), options.token("</function>"))
-
-
-def functionary_v32(options: CallGrammarOptions) -> str:
-    """Functionary 3.2: name and arguments on lines of their own. The prompt contains the first `>>>`."""
-    return _grammar(options, lambda name: lark_string(f"{name}\n"), "", between=lark_string("\n>>>"))
-
-
-def plain_json(options: CallGrammarOptions) -> str:
-    """Bare JSON: a list of objects, or one object if only one call is permitted."""
-    if options.parallel:
-        return _json_list(options, "")
-    return "\n".join(
-        [call_sequence(options, "", "", ""), *_call_rules(options, _json_head("arguments"), lark_string("}"))]
-    )
-
-
-def llama3_json(options: CallGrammarOptions) -> str:
-    """Llama 3: objects separated by semicolons."""
-    return _grammar(options, _json_head("parameters"), lark_string("}"), between=lark_string("; "))
-
-
-def mistral_args(options: CallGrammarOptions) -> str:
-    """Mistral since version 11: marker, name, marker, arguments."""
-    begin, middle = options.token("[TOOL_CALLS]"), options.token("[ARGS]")
-    return _grammar(options, lambda name: f"{begin} {lark_string(name)} {middle}", "")
-
-
-def deepseek_v3(options: CallGrammarOptions) -> str:
-    """DeepSeek V3: the kind of call, its name, fenced JSON."""
-    separator = options.token("<｜tool▁sep｜>")
-    return _deepseek(
-        options,
-        lambda name: f"{lark_string('function')} {separator} {lark_string(name + chr(10) + '```json' + chr(10))}",
-        "\n```",
-    )
-
-
-def deepseek_v31(options: CallGrammarOptions) -> str:
-    """DeepSeek V3.1: name, JSON."""
-    separator = options.token("<｜tool▁sep｜>")
-    return _deepseek(options, lambda name: f"{lark_string(name)} {separator}", "")
-
-
-def kimi_k2(options: CallGrammarOptions) -> str:
-    """Kimi K2: numbered names and arguments between markers."""
-    token = options.token
-    return _grammar(
-        options,
-        lambda name: (
-            f"{token('<|tool_call_begin|>')} {lark_string(f'functions.{name}:')} /[0-9]{{1,2}}/ "
-            f"{token('<|tool_call_argument_begin|>')}"
-        ),
-        token("<|tool_call_end|>"),
-        before=token("<|tool_calls_section_begin|>"),
-        after=token("<|tool_calls_section_end|>"),
-    )
-
-
-def harmony(options: CallGrammarOptions) -> str:
-    """Harmony: optional reasoning, then one message to a function. Its end marker ends the turn."""
-    token = options.token
-    channel, message = token("<|channel|>"), token("<|message|>")
-    json_follows = f"{token('<|constrain|>')} {lark_string('json')} {message}"
-    reasoning_ends = f"{token('<|end|>')} {token('<|start|>')} {lark_string('assistant')}"
-    reasoning = f"{channel} {lark_string('analysis')} {message} REASONING {reasoning_ends}"
-    rules = _call_rules(
-        options, lambda name: f"{channel} {lark_string(f'commentary to=functions.{name} ')} {json_follows}", ""
-    )
-    return "\n".join([f"start: ({reasoning})? call", r"REASONING: /(.|\n)*/", *rules])
-
-
-def pythonic(options: CallGrammarOptions, begin: str = '"["', end: str = '"]"', between: str = '", "') -> str | None:
-    """A Python list of calls with named arguments.
-
-    begin, end, between: Lark before, after and between the calls. Returns None if a schema is not a plain list of
-    properties, or if its definitions are too large to be repeated for each argument.
+    head, tail: around the arguments of a call, with `$name` for the function and `$number` for a number below 100.
+    before, between, after: around and between the calls. single: an answer has one call.
+    argument: text of an argument with `$key` and `$value`, and with `$text` for whether the value is a text without quotes;
+    empty if the arguments are a JSON object. separator: between arguments.
+    excluded: texts that a value without quotes does not contain; without any, values are JSON. cdata: such a value with `<`,
+    `&` or a line break is in a CDATA section. elements: objects and lists are elements in the form of arguments.
     """
-    call_rules = []
-    heads = []
+
+    head: str
+    tail: str = ""
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    single: bool = False
+    argument: str = ""
+    separator: str = ""
+    excluded: tuple[str, ...] = ()
+    cdata: bool = False
+    elements: bool = False
+
+    def example(self, name: str, key: str, value: str) -> str:
+        """Return a call with one argument."""
+        argument = f"{{{json.dumps(key)}: {json.dumps(value)}}}"
+        if self.argument:
+            argument = _filled(self.argument, key=key, value=value, text="true")
+        return self.before + _filled(self.head, name=name, number="0") + argument + self.tail + self.after
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """The tag at the end of the calls, if there is one."""
+        return tuple(_LAST_TAG.findall(self.after or self.tail))
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """Parts of the text that may be special tokens."""
+        return marker_tokens(self.before, self.head, self.argument, self.tail, self.after)
+
+
+def marker_tokens(*texts: str) -> frozenset[str]:
+    """Return the parts of these texts that may be special tokens."""
+    return frozenset(token for text in texts for token in _TOKEN.findall(text) if "$" not in token)
+
+
+def _filled(text: str, /, **values: str) -> str:
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def call_grammar(layout: CallLayout, options: CallGrammarOptions) -> str | None:
+    """Return the Lark of calls in a layout, None if a schema cannot be expressed in it."""
+    calls = call_rules(layout, options)
+    if calls is None:
+        return None
+    lark = _Writer(options)
+    parallel = options.parallel and not layout.single
+    return "\n".join([call_sequence(parallel, *map(lark.text, (layout.before, layout.between, layout.after))), *calls])
+
+
+def plain_json(several: CallLayout, one: CallLayout, options: CallGrammarOptions) -> str | None:
+    """Return the Lark of a list of calls, or of one call if only one is permitted."""
+    return call_grammar(several if options.parallel else one, options)
+
+
+def harmony(layout: CallLayout, options: CallGrammarOptions) -> str:
+    """Harmony: optional reasoning, then one message to a function. Its end marker ends the turn."""
+    lark = _Writer(options)
+    begin, end = lark.text("<|channel|>analysis<|message|>"), lark.text("<|end|><|start|>assistant")
+    rules = call_rules(layout, options) or []
+    return "\n".join([f"start: ({begin} REASONING {end})? call", r"REASONING: /(.|\n)*/", *rules])
+
+
+def call_rules(layout: CallLayout, options: CallGrammarOptions) -> list[str] | None:
+    """Return the rule `call` with one choice per function, and the rules of the arguments; None see `call_grammar`."""
+    lark = _Writer(options)
+    choices, rules = [], list[str]()
     remaining = MAX_GRAMMAR_CHARACTERS
     for number, (name, schema) in enumerate(options.schemas.items()):
-        properties = schema.get("properties") or {}
-        if (
-            any(key in schema for key in _UNSUPPORTED_KEYWORDS)
-            or not isinstance(properties, Mapping)
-            or len(properties) > MAX_MEMBERS
-            or not all(map(_IDENTIFIER.fullmatch, properties))
-            or not _IDENTIFIER.fullmatch(name.replace("-", "_"))
-        ):
-            return None
-        remaining -= len(json.dumps(definitions(schema))) * len(properties)
-        if remaining < 0:
-            return None
-        heads.append(f"{lark_string(name + '(')} first_{number}_0 {lark_string(')')}")
-        enforced = enforced_schema(schema, strict=name in options.strict)
-        call_rules += _keyword_rules(number, enforced, options.schema_options(name))
-    start = call_sequence(options, begin, between, end)
-    return "\n".join([start, f"call: {' | '.join(heads)}", *call_rules])
-
-
-def lfm2(options: CallGrammarOptions) -> str | None:
-    """LFM2: a Python list of calls between markers."""
-    begin, end = options.token("<|tool_call_start|>"), options.token("<|tool_call_end|>")
-    return pythonic(options, f'{begin} "["', f'"]" {end}')
-
-
-def minicpm3(options: CallGrammarOptions) -> str | None:
-    """MiniCPM 3: fenced Python between markers, a call per line."""
-    begin, end = options.token("<|tool_call_start|>"), options.token("<|tool_call_end|>")
-    fence = lark_string("\n```python\n")
-    return pythonic(options, f"{begin} {fence}", f"{lark_string(chr(10) + '```' + chr(10))} {end}", lark_string("\n"))
-
-
-def olmo3(options: CallGrammarOptions) -> str | None:
-    """OLMo 3: a call per line between tags."""
-    begin, end = options.token("<function_calls>"), options.token("</function_calls>")
-    return pythonic(options, begin, end, lark_string("\n"))
+        if layout.argument:
+            if not _names_arguments(layout, name, schema):
+                return None
+            remaining -= len(json.dumps(definitions(schema))) * len(schema.get("properties") or ())
+            function = _Arguments(layout, options, lark, number, name) if remaining >= 0 else None
+            if function is None or not function.add_rules():
+                return None
+            arguments, added = function.start, function.rules
+        else:
+            parameters = parameters_schema(schema, strict=name in options.strict)
+            arguments = f"arguments_{number}"
+            added = [_json_rule(arguments, parameters, name, options)]
+        choices.append(" ".join(filter(None, (lark.text(layout.head, name=name), arguments, lark.text(layout.tail)))))
+        rules += added
+    return [f"call: {' | '.join(choices)}", *rules]
 
 
 # Rules shared by the formats
@@ -234,10 +170,10 @@ def lark_string(text: str) -> str:
     return json.dumps(text)
 
 
-def call_sequence(options: CallGrammarOptions, before: str, between: str, after: str) -> str:
+def call_sequence(parallel: bool, before: str, between: str, after: str) -> str:
     """Return the rule `start`: calls with a separator, and newlines at the end."""
-    more = options.max_more_calls()
-    return f"start: {before} call" + (f" ({between} call){{0,{more}}}" if more else "") + f" {after} {_NEWLINES_AFTER}"
+    more = f" ({between} call){{0,{MAX_GRAMMAR_CALLS - 1}}}" if parallel else ""
+    return f"start: {before} call{more} {after} {_NEWLINES_AFTER}"
 
 
 def parameters_schema(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -259,7 +195,7 @@ def member_rules(suffix: str, names: Sequence[str], required: Any, separator: st
 
     `first_SUFFIX_k` and `rest_SUFFIX_k` are the members from the k-th on, before and after one was written.
     """
-    needed = set(required) if isinstance(required, list) else set()
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     rules = []
     for k, name in enumerate(names):
         value, rest = f"value_{suffix}_{k}", f"rest_{suffix}_{k + 1}"
@@ -270,67 +206,236 @@ def member_rules(suffix: str, names: Sequence[str], required: Any, separator: st
     return [*rules, f'first_{suffix}_{last}: ""', f'rest_{suffix}_{last}: ""']
 
 
-def _grammar(
-    options: CallGrammarOptions,
-    head: Callable[[str], str],
-    tail: str,
-    *,
-    before: str = "",
-    between: str = "",
-    after: str = "",
-) -> str:
-    return "\n".join([call_sequence(options, before, between, after), *_call_rules(options, head, tail)])
+def bounds_of(schema: Mapping[str, Any], minimum: str, maximum: str) -> tuple[int, int | None] | None:
+    """Return the values of two keywords, (0, None) by default; None if they are not integers from 0 to `MAX_BOUND`."""
+    low, high = schema.get(minimum, 0), schema.get(maximum)
+    if type(low) is not int or not 0 <= low <= MAX_BOUND:
+        return None
+    return (low, high) if high is None or (type(high) is int and low <= high <= MAX_BOUND) else None
 
 
-def _call_rules(options: CallGrammarOptions, head: Callable[[str], str], tail: str) -> list[str]:
-    """Return the rule `call` with one choice per function (`head(name)`, arguments, `tail`) and the argument rules.
-
-    The comment before each argument rule lets `grammars.py` name the function in error messages.
-    """
-    choices, rules = [], []
-    for i, (name, schema) in enumerate(options.schemas.items()):
-        choices.append(f"{head(name)} arguments_{i} {tail}")
-        parameters = parameters_schema(schema, strict=name in options.strict)
-        text = json.dumps({**parameters, "x-guidance": options.schema_options(name)})
-        rules.append(f"{PARAMETERS_OF}{name}\narguments_{i}: %json {text}")
-    return [f"call: {' | '.join(choices)}", *rules]
+def _json_rule(rule: str, schema: Any, function: str, options: CallGrammarOptions) -> str:
+    """Return a rule for JSON. The comment before it lets `grammars.py` name the function in error messages."""
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": options.schema_options(function)}
+    return f"{PARAMETERS_OF}{function}\n{rule}: %json {json.dumps(schema)}"
 
 
-def _json_head(arguments: str, key: str = "name") -> Callable[[str], str]:
-    return lambda name: lark_string(f'{{"{key}": "{name}", "{arguments}": ')
-
-
-def _json_list(options: CallGrammarOptions, begin: str, end: str = "", head: Callable[[str], str] | None = None) -> str:
-    return _grammar(
-        options,
-        head or _json_head("arguments"),
-        lark_string("}"),
-        before=f"{begin} {lark_string('[')}",
-        between=lark_string(", "),
-        after=f"{lark_string(']')} {end}",
+def _names_arguments(layout: CallLayout, function: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema is a plain list of properties whose names the layout can show."""
+    properties, required = schema.get("properties") or {}, schema.get("required")
+    names = _TAG_NAME if layout.excluded else _IDENTIFIER
+    return (
+        not any(key in schema for key in _UNSUPPORTED_KEYWORDS)
+        and isinstance(properties, Mapping)
+        and all(
+            isinstance(name, str) and name in properties for name in (required if isinstance(required, list) else ())
+        )
+        and len(properties) <= MAX_MEMBERS
+        and all(map(names.fullmatch, properties))
+        and names.fullmatch(function.replace("-", "_")) is not None
     )
 
 
-def _deepseek(options: CallGrammarOptions, head: Callable[[str], str], fence: str) -> str:
-    token = options.token
-    call, end = token("<｜tool▁call▁begin｜>"), token("<｜tool▁call▁end｜>")
-    return _grammar(
-        options,
-        lambda name: f"{call} {head(name)}",
-        f"{lark_string(fence)} {end}" if fence else end,
-        before=token("<｜tool▁calls▁begin｜>"),
-        between=lark_string("\n") if fence else "",
-        after=token("<｜tool▁calls▁end｜>"),
-    )
+class _Writer:
+    """Writes text as Lark in which markers are tokens."""
+
+    def __init__(self, options: CallGrammarOptions) -> None:
+        self._token = options.token
+
+    def text(self, text: str, /, **values: str) -> str:
+        """Return the Lark of a text with placeholders."""
+        return " ".join(lark for lark, _ in self.parts(text, **values))
+
+    def parts(self, text: str, /, **values: str) -> list[tuple[str, bool]]:
+        """Return the Lark of each part of a text, and whether it is plain text."""
+        found = list[tuple[str, bool]]()
+        for at, part in enumerate(_TOKEN.split(text)):
+            if at % 2 and "$" not in part:
+                lark = self._token(part)
+                found.append((lark, not lark.startswith("<[")))
+                continue
+            for place, piece in enumerate(part.split("$number")):
+                found += [(_NUMBER, True)] if place else []
+                found += [(lark_string(_filled(piece, **values)), True)] if piece else []
+        return found
 
 
-def _keyword_rules(number: int, schema: Mapping[str, Any], schema_options: Mapping[str, Any]) -> list[str]:
-    """Return rules for the arguments of one function, in the order of its schema; see `member_rules`."""
-    properties = schema.get("properties") or {}
-    shared = definitions(schema)
-    rules = []
-    for k, (name, value) in enumerate(properties.items()):
-        member = {**value, **shared, "x-guidance": schema_options} if isinstance(value, Mapping) else value
-        rules.append(f"value_{number}_{k}: {lark_string(name + '=')} json_{number}_{k}")
-        rules.append(f"json_{number}_{k}: %json {json.dumps(member)}")
-    return [*rules, *member_rules(str(number), list(properties), schema.get("required"), ", ")]
+class _Arguments:
+    """Rules for the arguments of one function. start: name of the rule of all arguments."""
+
+    def __init__(
+        self, layout: CallLayout, options: CallGrammarOptions, lark: _Writer, number: int, function: str
+    ) -> None:
+        self._layout, self._options, self._lark, self._function = layout, options, lark, function
+        self._schema = options.schemas[function]
+        self._shared = definitions(self._schema)
+        self._strict = function in options.strict
+        self._number = number
+        self._count = self._members = 0
+        self._not_excluded = f"~/(?s:.*)({'|'.join(map(_escaped, layout.excluded))})(?s:.*)/"
+        self.rules: list[str] = []
+        self.start = f"first_{number}_0"
+
+    def add_rules(self) -> bool:
+        """Add the rules; return False if a value cannot be expressed."""
+        properties = self._schema.get("properties") or {}
+        return self._add_members(str(self._number), properties, self._schema.get("required"), 0)
+
+    def _add_members(self, suffix: str, properties: Mapping[str, Any], required: Any, depth: int) -> bool:
+        self._members += len(properties)
+        for k, (key, value) in enumerate(properties.items()):
+            rule = self._argument(key, value, depth)
+            if rule is None:
+                return False
+            self.rules.append(f"value_{suffix}_{k}: {rule}")
+        self.rules += member_rules(suffix, list(properties), required, self._layout.separator)
+        return True
+
+    def _argument(self, key: str, schema: Any, depth: int) -> str | None:
+        """Return the Lark of an argument, None if a value without quotes cannot be expressed."""
+        head, _, tail = self._layout.argument.partition("$value")
+        types = parameter_types({**self._shared, "properties": {key: schema}}, key)
+        is_text = bool(self._layout.excluded) and bool(types) and types <= TEXT_TYPES
+        before = self._lark.text(head, key=key, text="true" if is_text else "false")
+        after = self._lark.parts(tail, key=key)
+        is_null = ""
+        if is_text:
+            texts = self._texts(schema, 0)
+            if texts is None:
+                return None
+            if "$text" in head and '"null"' in texts:
+                texts.remove('"null"')
+                null = self._lark.text(head + "null" + tail, key=key, text="false")
+                if not texts:
+                    return null
+                is_null = f" | {null}"
+            plain = next((at for at, (_, is_plain) in enumerate(after) if not is_plain), len(after))
+            # The lexer of llguidance takes the longest match: what ends a text must belong to its terminal.
+            ends = " ".join(lark for lark, _ in after[:plain])
+            terminal = f"TEXT_{self._number}_{self._next()}"
+            self.rules.append(f"{terminal}: ({' | '.join(texts)}) {ends}")
+            value, after = terminal, after[plain:]
+        else:
+            elements = self._elements(schema, depth) if self._layout.elements else None
+            value = elements or self._json(schema)
+        return " ".join((before, value, *(lark for lark, _ in after))) + is_null
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _json(self, schema: Any) -> str:
+        rule = f"json_{self._number}_{self._next()}"
+        if isinstance(schema, Mapping):
+            shared = self._shared if '"$ref"' in json.dumps(schema) else {}
+            schema = enforced_schema({**schema, **shared}, strict=self._strict)
+        self.rules.append(_json_rule(rule, schema, self._function, self._options))
+        return rule
+
+    # ---- values without quotes ---------------------------------------------------------------------------------------
+    def _texts(self, schema: Any, depth: int) -> list[str] | None:
+        """Return terminals for the texts that a schema permits, and for null; None if they cannot be expressed."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return None
+        keys = schema.keys() - ANNOTATIONS - {"$defs", "definitions"}
+        kinds = schema.get("type")
+        if isinstance(reference := schema.get("$ref"), str):
+            known, found = {"$ref"}, self._texts(resolve_reference(self._schema, reference), depth + 1)
+        elif key := next((key for key in ("anyOf", "oneOf") if key in keys), ""):
+            branches = schema[key] if isinstance(schema[key], list) else []
+            listed = [self._texts(each, depth + 1) for each in branches]
+            known, found = {key, "type"}, None if None in listed else [text for each in listed for text in each or ()]
+        elif "const" in keys:
+            known, found = {"const", "type"}, self._literals([schema["const"]])
+        elif isinstance(values := schema.get("enum"), list):
+            known, found = {"enum", "type"}, self._literals(values)
+        elif isinstance(kinds, str | list) and _are_texts(named := [kinds] if isinstance(kinds, str) else kinds):
+            known, found = {"type"}, ['"null"'] if "null" in named else []
+            if "string" in named:
+                bounds, pattern = bounds_of(schema, "minLength", "maxLength"), _whole_pattern(schema.get("pattern", ""))
+                known |= ({"minLength", "maxLength"} if bounds else set()) | (set() if pattern is None else {"pattern"})
+                low, high = bounds or (0, None)
+                of_length = f"/(?s:.{{{low},{'' if high is None else high}}})/"
+                found.append(self._any_text(f"{of_length} & /{pattern}/" if pattern else of_length))
+        else:
+            return None
+        return found if found and not (self._strict and keys - known) else None
+
+    def _any_text(self, text: str) -> str:
+        if not self._layout.cdata:
+            return f"({text} & {self._not_excluded})"
+        return rf'({text} & ~/(?s:.*)[<&\n](?s:.*)/) | "{CDATA}" ({text} & ~/(?s:.*)\]\]>(?s:.*)/) "{CDATA_END}"'
+
+    def _literals(self, values: Sequence[Any]) -> list[str] | None:
+        texts = ["null" if value is None else value for value in values]
+        if any(not isinstance(text, str) or any(each in text for each in self._layout.excluded) for text in texts):
+            return None
+        return [lark_string(text) for text in texts]
+
+    # ---- values that are elements ------------------------------------------------------------------------------------
+    def _elements(self, schema: Any, depth: int) -> str | None:
+        """Return the name of a rule for an object or a list as elements, None if it is written as JSON."""
+        if not isinstance(schema, Mapping) or depth >= _MAX_DEPTH:
+            return None
+        keys = schema.keys() - ANNOTATIONS
+        count, number = len(self.rules), self._next()
+        rule = f"elements_{self._number}_{number}"
+        if schema.get("type") == "array" and keys <= {"type", "items", "minItems", "maxItems"} and "items" in keys:
+            bounds, item = bounds_of(schema, "minItems", "maxItems"), self._argument(ITEM, schema["items"], depth + 1)
+            if bounds is not None and item is not None:
+                low, high = bounds
+                self.rules.append(f"{rule}: ({item}){{{low},{'' if high is None else high}}}")
+                return rule
+        properties = schema.get("properties")
+        if (
+            schema.get("type") == "object"
+            and keys <= {"type", "properties", "required", "additionalProperties"}
+            and isinstance(properties, Mapping)
+            and properties
+            and names_all_members({**schema, "additionalProperties": False})
+            and not schema.get("additionalProperties")
+            and all(map(_TAG_NAME.fullmatch, properties))
+            and self._members + len(properties) <= MAX_MEMBERS
+            and self._add_members(f"{self._number}_{number}", properties, schema.get("required"), depth + 1)
+        ):
+            return f"first_{self._number}_{number}_0"
+        del self.rules[count:]
+        return None
+
+
+def _whole_pattern(pattern: Any) -> str | None:
+    """Return the pattern of all texts in which a pattern of a schema is found, None if Lark cannot express it."""
+    if not isinstance(pattern, str):
+        return None
+    if not pattern:
+        return ""
+    body = pattern.removeprefix("^")
+    ends = body.endswith("$") and not body.endswith("\\$")
+    body = body.removesuffix("$") if ends else body
+    bare = _SIMPLE_PARTS.sub("", body)
+    if _CONTEXTUAL.search(bare) or (body != pattern and _has_top_level_choice(bare)):
+        return None
+    try:
+        re.compile(body)
+    except (re.error, OverflowError, RecursionError):
+        return None
+    whole = ("" if body != pattern and pattern[0] == "^" else "(?s:.*)") + f"(?:{body})" + ("" if ends else "(?s:.*)")
+    return expand_ascii_classes(re.sub(r"\\/|/", r"\/", whole))
+
+
+def _has_top_level_choice(bare: str) -> bool:
+    depth = 0
+    for character in bare:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "|" and not depth:
+            return True
+    return False
+
+
+def _are_texts(kinds: Sequence[Any]) -> bool:
+    return all(isinstance(kind, str) and kind in TEXT_TYPES for kind in kinds)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

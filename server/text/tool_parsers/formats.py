@@ -11,19 +11,15 @@ from functools import partial
 
 from windlass.server.text.stream_parser import CallOptions, StreamParser
 from windlass.server.text.tool_parsers import call_grammars, gemma4, harmony, json_calls, pythonic, xml_parameters
-from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
-from windlass.server.text.tool_parsers.json_calls import JsonForm, JsonFormParser
+from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions, CallLayout, call_grammar, marker_tokens
+from windlass.server.text.tool_parsers.json_calls import JsonForm, JsonFormParser, SeparatedForm, SeparatedParser
+from windlass.server.text.tool_parsers.pythonic import PythonForm, PythonParser
 from windlass.server.text.tool_parsers.xml_parameters import XmlForm, XmlParametersParser
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-_NAME, _ARGUMENT, _VALUE = "the function's name", "an argument's name", "its value"
-_ARGUMENTS = f'{{"{_ARGUMENT}": "{_VALUE}"}}'
-_JSON_CALL = f'{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}'
-_PARAMETERS_CALL = _JSON_CALL.replace("arguments", "parameters")
-_JSON_LIST = f"[{_JSON_CALL}]"
-_PYTHON_CALL = f"{_NAME}({_ARGUMENT}={_VALUE})"
-_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _JSON_EXAMPLE = re.compile(r"""\\?["']name\\?["']\s*:.{1,200}?\\?["']arguments\\?["']\s*:""", re.DOTALL)
+_CALL = '{"name": "$name", "arguments": '
+_PARAMETERS = '{"name": "$name", "parameters": '
 
 Grammar = Callable[[CallGrammarOptions], str | None]
 
@@ -36,7 +32,7 @@ class ToolFormat:
     this syntax. example: a call, shown to models whose chat template does not describe the syntax.
     template_markers: a chat template uses this format if it contains all strings of one tuple; the first format in
     `FORMATS` that matches is chosen. markers: special tokens that the parser must see.
-    opens: markers that certainly begin calls, so that a call after one of them ends the thinking.
+    opens, closes: markers that certainly begin and end calls, so that a call after one of them ends the thinking.
     short_ids: whether call ids have nine characters, as Mistral's templates require.
     """
 
@@ -47,6 +43,7 @@ class ToolFormat:
     template_markers: tuple[tuple[str, ...], ...] = ()
     markers: frozenset[str] = frozenset()
     opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
     short_ids: bool = False
 
     def new_id(self) -> str:
@@ -55,86 +52,104 @@ class ToolFormat:
         return letters if self.short_ids else f"call_{letters}"
 
 
-def _tokens(*texts: str) -> frozenset[str]:
-    """Return the parts of these texts that may be special tokens."""
-    return frozenset(token for text in texts for token in _TOKEN.findall(text))
+def _example(layout: CallLayout) -> str:
+    return layout.example("the function's name", "an argument's name", "its value")
 
 
-def _json(name: str, form: JsonForm, grammar: Grammar, example: str, *template_markers: tuple[str, ...]) -> ToolFormat:
+def _format(
+    name: str,
+    parser: Callable[[CallOptions], StreamParser],
+    layout: CallLayout,
+    *template_markers: tuple[str, ...],
+    opens: tuple[str, ...] = (),
+    markers: tuple[str, ...] = (),
+    grammar: Grammar | None = None,
+    short_ids: bool = False,
+) -> ToolFormat:
     return ToolFormat(
         name=name,
-        parser=partial(JsonFormParser, form),
-        grammar=grammar,
-        example=example,
+        parser=parser,
+        grammar=grammar or partial(call_grammar, layout),
+        example=_example(layout),
         template_markers=template_markers,
-        markers=_tokens(*form.opens, *form.uncertain, *form.closes, *form.dropped),
-        opens=form.opens,
+        markers=layout.tokens | marker_tokens(*opens, *markers),
+        opens=opens,
+        closes=layout.closes,
+        short_ids=short_ids,
     )
 
 
-def _no_grammar(options: CallGrammarOptions) -> None:
-    """Text values cannot be constrained by a schema."""
+def _json(name: str, form: JsonForm, layout: CallLayout, *template_markers: tuple[str, ...]) -> ToolFormat:
+    return _format(
+        name,
+        partial(JsonFormParser, form),
+        layout,
+        *template_markers,
+        opens=form.opens,
+        markers=(*form.uncertain, *form.closes, *form.dropped),
+    )
+
+
+def _list(begin: str, end: str = "", call: str = _CALL) -> CallLayout:
+    """Return the layout of a list of call objects."""
+    return CallLayout(before=f"{begin}[", head=call, tail="}", between=", ", after=f"]{end}")
 
 
 def _xml(
     name: str,
     form: XmlForm,
+    layout: CallLayout,
     *template_markers: tuple[str, ...],
     parser: type[XmlParametersParser] = XmlParametersParser,
-    example: str = "",
-    grammar: Grammar = _no_grammar,
-    tokens: tuple[str, ...] = (),
 ) -> ToolFormat:
-    opens = (*form.wrappers, form.function)
-    if not example:
-        quote, line = ('"', "") if form.function.endswith("name=") else ("", "\n")
-        begin, end = (f"{form.wrappers[0]}\n", f"\n{form.wrapper_ends[0]}") if form.wrappers else ("", "")
-        example = (
-            f"{begin}{form.function}{quote}{_NAME}{quote}>\n{form.parameter}{quote}{_ARGUMENT}{quote}>{line}{_VALUE}{line}"
-            f"{form.parameter_end}\n{form.function_end}{end}"
-        )
-    return ToolFormat(
-        name=name,
-        parser=partial(parser, form),
-        grammar=grammar,
-        example=example,
-        template_markers=template_markers,
-        markers=_tokens(*opens, *form.wrapper_ends, form.function_end, form.parameter, form.parameter_end).union(
-            tokens
-        ),
-        opens=opens,
+    return _format(
+        name,
+        partial(parser, form),
+        layout,
+        *template_markers,
+        opens=(*form.wrappers, form.function),
+        markers=(*form.wrapper_ends, form.function_end, form.parameter_end),
     )
 
 
-def _separated(
-    name: str, form: json_calls.SeparatedForm, grammar: Grammar, call: str, *template_markers: tuple[str, ...]
-) -> ToolFormat:
-    return ToolFormat(
-        name=name,
-        parser=partial(json_calls.SeparatedParser, form),
-        grammar=grammar,
-        example=f"{form.calls}{form.call}{call}{form.call_end}{form.calls_end}",
-        template_markers=template_markers,
-        markers=frozenset(form.markers),
+def _glm(name: str, tag: str, line: str, *template_markers: tuple[str, ...]) -> ToolFormat:
+    """Return a format of GLM. tag: before the names of its tags. line: between its elements."""
+    form = xml_parameters.glm_form(tag)
+    layout = CallLayout(
+        head=f"<{tag}tool_call>$name{line}",
+        argument=f"<{tag}arg_key>$key</{tag}arg_key>{line}<{tag}arg_value>$value</{tag}arg_value>{line}",
+        tail=f"</{tag}tool_call>",
+        between=line,
+        excluded=form.excluded,
+    )
+    return _xml(name, form, layout, *template_markers, parser=xml_parameters.GlmParser)
+
+
+def _separated(name: str, form: SeparatedForm, layout: CallLayout, *template_markers: tuple[str, ...]) -> ToolFormat:
+    return _format(
+        name,
+        partial(SeparatedParser, form),
+        layout,
+        *template_markers,
         opens=(form.calls, form.call),
+        markers=form.markers,
     )
 
 
-def _python(
-    name: str,
-    form: pythonic.PythonForm,
-    grammar: Grammar,
-    example: str,
-    *template_markers: tuple[str, ...],
-) -> ToolFormat:
-    return ToolFormat(
-        name=name,
-        parser=partial(pythonic.PythonParser, form),
-        grammar=grammar,
-        example=example,
-        template_markers=template_markers,
-        markers=_tokens(*form.opens, *form.closes),
+def _python(name: str, form: PythonForm, layout: CallLayout, *template_markers: tuple[str, ...]) -> ToolFormat:
+    return _format(
+        name,
+        partial(PythonParser, form),
+        layout,
+        *template_markers,
         opens=form.opens if form.any_name else (),
+        markers=(*form.opens, *form.closes),
+    )
+
+
+def _python_layout(before: str = "", between: str = ", ", after: str = "") -> CallLayout:
+    return CallLayout(
+        before=before, head="$name(", argument="$key=$value", separator=", ", tail=")", between=between, after=after
     )
 
 
@@ -143,205 +158,243 @@ def _gemma(name: str, form: gemma4.GemmaForm) -> ToolFormat:
         name=name,
         parser=partial(gemma4.Gemma4Parser, form),
         grammar=partial(gemma4.gemma_grammar, form),
-        example=form.call(_NAME, _ARGUMENT, _VALUE),
+        example=_example(form.layout),
         template_markers=((form.begin,),),
         markers=frozenset({form.begin, form.end, form.quote}),
         opens=(form.begin,),
+        closes=(form.end,),
     )
 
 
-def _glm(name: str, form: XmlForm, *template_markers: tuple[str, ...]) -> ToolFormat:
-    key_end, value_begin = form.parameter.replace("<", "</"), form.parameter_end.replace("</", "<")
-    return _xml(
+def _mistral(name: str, layout: CallLayout, *template_markers: str) -> ToolFormat:
+    return _format(
         name,
-        form,
-        *template_markers,
-        parser=xml_parameters.GlmParser,
-        example=(
-            f"{form.function}{_NAME}\n{form.parameter}{_ARGUMENT}{key_end}\n"
-            f"{value_begin}{_VALUE}{form.parameter_end}\n{form.function_end}"
-        ),
-        tokens=(key_end, value_begin),
-    )
-
-
-def _mistral(name: str, grammar: Grammar, example: str, *template_markers: str) -> ToolFormat:
-    return ToolFormat(
-        name=name,
-        parser=json_calls.MistralParser,
-        grammar=grammar,
-        example=example,
-        template_markers=(template_markers,),
-        markers=frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}),
+        json_calls.MistralParser,
+        layout,
+        template_markers,
         opens=("[TOOL_CALLS]",),
+        markers=("[ARGS]", "[CALL_ID]"),
         short_ids=True,
     )
 
 
-PLAIN_JSON = _json("plain_json", json_calls.PLAIN, call_grammars.plain_json, _JSON_LIST)
-_DEEPSEEK, _KIMI = json_calls.DEEPSEEK, json_calls.KIMI_K2
-_M3 = xml_parameters.M3_NAMESPACE
+def _deepseek(head: str, tail: str, between: str) -> CallLayout:
+    form = json_calls.DEEPSEEK
+    return CallLayout(
+        before=form.calls,
+        head=form.call + head,
+        tail=tail + form.call_end,
+        between=between,
+        after=form.calls_end,
+    )
+
+
+def _dsml(wrapper: str) -> CallLayout:
+    return CallLayout(
+        before=f"<｜DSML｜{wrapper}>\n",
+        head='<｜DSML｜invoke name="$name">\n',
+        argument='<｜DSML｜parameter name="$key" string="$text">$value</｜DSML｜parameter>\n',
+        tail="</｜DSML｜invoke>\n",
+        after=f"</｜DSML｜{wrapper}>",
+        excluded=xml_parameters.DSML.excluded,
+    )
+
+
+def _coder(wrapper: str, form: XmlForm, line: str) -> CallLayout:
+    """Return the layout of Qwen3-Coder and Seed-OSS. line: around a value."""
+    return CallLayout(
+        head=f"<{wrapper}>\n<function=$name>\n",
+        argument=f"<parameter=$key>{line}$value{line}</parameter>\n",
+        tail=f"</function>\n</{wrapper}>",
+        between="\n",
+        excluded=form.excluded,
+    )
+
+
+_PLAIN_LIST = _list("")
+_HARMONY = CallLayout(head="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>", single=True)
+_NS = xml_parameters.M3_NAMESPACE
+
+PLAIN_JSON = _format(
+    "plain_json",
+    partial(JsonFormParser, json_calls.PLAIN),
+    _PLAIN_LIST,
+    markers=(*json_calls.PLAIN.uncertain, *json_calls.PLAIN.closes),
+    grammar=partial(call_grammars.plain_json, _PLAIN_LIST, CallLayout(head=_CALL, tail="}")),
+)
 
 _FORMATS = (
-    ToolFormat(
-        name="harmony",
-        parser=harmony.HarmonyParser,
-        grammar=call_grammars.harmony,
-        example=f"<|channel|>commentary to=functions.{_NAME} <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
-        template_markers=(("<|channel|>", "<|message|>"),),
-        markers=harmony.MARKERS,
+    _format(
+        "harmony",
+        harmony.HarmonyParser,
+        _HARMONY,
+        ("<|channel|>", "<|message|>"),
+        markers=tuple(harmony.MARKERS),
+        grammar=partial(call_grammars.harmony, _HARMONY),
     ),
-    _xml("deepseek_v32", xml_parameters.DSML, ("｜DSML｜",), tokens=("｜DSML｜",)),
+    _xml("deepseek_v4", xml_parameters.DSML, _dsml("tool_calls"), ("｜DSML｜", "tool_calls>")),
+    _xml("deepseek_v32", xml_parameters.DSML, _dsml("function_calls"), ("｜DSML｜",)),
     _separated(
         "deepseek_v3",
-        _DEEPSEEK,
-        call_grammars.deepseek_v3,
-        f"function{_DEEPSEEK.separator}{_NAME}\n```json\n{_ARGUMENTS}\n```",
-        (_DEEPSEEK.calls, "```json"),
+        json_calls.DEEPSEEK,
+        _deepseek("function<｜tool▁sep｜>$name\n```json\n", "\n```", "\n"),
+        (json_calls.DEEPSEEK.calls, "```json"),
     ),
     _separated(
-        "deepseek_v31",
-        _DEEPSEEK,
-        call_grammars.deepseek_v31,
-        f"{_NAME}{_DEEPSEEK.separator}{_ARGUMENTS}",
-        (_DEEPSEEK.calls,),
+        "deepseek_v31", json_calls.DEEPSEEK, _deepseek("$name<｜tool▁sep｜>", "", ""), (json_calls.DEEPSEEK.calls,)
     ),
     _separated(
-        "kimi_k2", _KIMI, call_grammars.kimi_k2, f"functions.{_NAME}:0{_KIMI.separator}{_ARGUMENTS}", (_KIMI.call,)
+        "kimi_k2",
+        json_calls.KIMI_K2,
+        CallLayout(
+            before="<|tool_calls_section_begin|>",
+            head="<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>",
+            tail="<|tool_call_end|>",
+            after="<|tool_calls_section_end|>",
+        ),
+        ("<|tool_call_begin|>",),
     ),
-    _mistral(
-        "mistral_args", call_grammars.mistral_args, f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}", "[TOOL_CALLS]", "[ARGS]"
-    ),
-    _mistral(
-        "mistral", partial(call_grammars.json_list, begin="[TOOL_CALLS]"), f"[TOOL_CALLS]{_JSON_LIST}", "[TOOL_CALLS]"
-    ),
+    _mistral("mistral_args", CallLayout(head="[TOOL_CALLS]$name[ARGS]"), "[TOOL_CALLS]", "[ARGS]"),
+    _mistral("mistral", _list("[TOOL_CALLS]"), "[TOOL_CALLS]"),
     _gemma("gemma4", gemma4.GEMMA4),
     _gemma("functiongemma", gemma4.FUNCTION_GEMMA),
-    _json(
-        "phi4_mini",
-        json_calls.PHI4_MINI,
-        partial(call_grammars.json_list, begin="<|tool_call|>", end="<|/tool_call|>"),
-        f"<|tool_call|>{_JSON_LIST}<|/tool_call|>",
-        ("functools[",),
-        ("<|/tool|>",),
-    ),
-    _json(
-        "granite",
-        json_calls.HERMES,
-        partial(call_grammars.json_list, begin="<|tool_call|>"),
-        f"<|tool_call|>{_JSON_LIST}",
-        ("<|tool_call|>",),
-    ),
+    _json("phi4_mini_functools", json_calls.PHI4_MINI, _list("functools"), ("functools[",)),
+    _json("phi4_mini", json_calls.PHI4_MINI, _list("<|tool_call|>", "<|/tool_call|>"), ("<|/tool|>",)),
+    _json("granite", json_calls.HERMES, _list("<|tool_call|>"), ("<|tool_call|>",)),
     _xml(
         "minimax_m3",
         xml_parameters.MINIMAX_M3,
-        (_M3,),
-        parser=xml_parameters.MiniMaxM3Parser,
-        example=(
-            f'{_M3}<tool_call>\n{_M3}<invoke name="{_NAME}">{_M3}<{_ARGUMENT}>{_VALUE}{_M3}</{_ARGUMENT}>{_M3}</invoke>\n'
-            f"{_M3}</tool_call>"
+        CallLayout(
+            before=f"{_NS}<tool_call>\n",
+            head=f'{_NS}<invoke name="$name">',
+            argument=f"{_NS}<$key>$value{_NS}</$key>",
+            tail=f"{_NS}</invoke>\n",
+            after=f"{_NS}</tool_call>",
+            excluded=(_NS,),
+            elements=True,
         ),
-        tokens=(_M3,),
+        (_NS,),
+        parser=xml_parameters.MiniMaxM3Parser,
     ),
-    _xml("minimax_m2", xml_parameters.MINIMAX_M2, ("<minimax:tool_call>",)),
-    _xml("seed_oss", xml_parameters.SEED, ("<seed:tool_call>",)),
-    _xml("minicpm5", xml_parameters.MINICPM5, ("<function name=", "<param name=")),
-    _glm("longcat", xml_parameters.LONGCAT, ("<longcat_tool_call>",)),
-    _glm("glm45", xml_parameters.GLM, ("<arg_key>",)),
-    _xml("qwen3_coder", xml_parameters.QWEN3_CODER, ("<function=", "<parameter=")),
+    _xml(
+        "minimax_m2",
+        xml_parameters.MINIMAX_M2,
+        CallLayout(
+            before="<minimax:tool_call>\n",
+            head='<invoke name="$name">\n',
+            argument='<parameter name="$key">$value</parameter>\n',
+            tail="</invoke>\n",
+            after="</minimax:tool_call>",
+            excluded=xml_parameters.MINIMAX_M2.excluded,
+        ),
+        ("<minimax:tool_call>",),
+    ),
+    _xml("seed_oss", xml_parameters.SEED, _coder("seed:tool_call", xml_parameters.SEED, ""), ("<seed:tool_call>",)),
+    _xml(
+        "minicpm5",
+        xml_parameters.MINICPM5,
+        CallLayout(
+            head='<function name="$name">',
+            argument='<param name="$key">$value</param>',
+            tail="</function>",
+            between="\n",
+            excluded=xml_parameters.MINICPM5.excluded,
+            cdata=True,
+        ),
+        ("<function name=", "<param name="),
+    ),
+    _glm("longcat", "longcat_", "\n", ("<longcat_tool_call>", "<longcat_arg_key>")),
+    _json(
+        "longcat_json",
+        json_calls.LONGCAT,
+        CallLayout(head=f"<longcat_tool_call>\n{_CALL}", tail="}\n</longcat_tool_call>"),
+        ("<longcat_tool_call>",),
+    ),
+    _glm("glm47", "", "", ("</arg_key><arg_value>", "<tool_call>{function-name}<arg_key>")),
+    _glm("glm45", "", "\n", ("<arg_key>",)),
+    _xml(
+        "qwen3_coder",
+        xml_parameters.QWEN3_CODER,
+        _coder("tool_call", xml_parameters.QWEN3_CODER, "\n"),
+        ("<function=", "<parameter="),
+    ),
     _xml(
         "functionary_v31",
         xml_parameters.QWEN3_CODER,
+        CallLayout(head="<function=$name>", tail="</function>"),
         ("<function=",),
-        example=f"<function={_NAME}>{_ARGUMENTS}</function>",
-        grammar=call_grammars.functionary_v31,
     ),
-    ToolFormat(
-        name="functionary_v32",
-        parser=json_calls.RecipientParser,
-        grammar=call_grammars.functionary_v32,
-        example=f"{json_calls.RECIPIENT}{_NAME}\n{_ARGUMENTS}",
-        template_markers=((f"{json_calls.RECIPIENT}all",),),
+    _format(
+        "functionary_v32",
+        json_calls.RecipientParser,
+        CallLayout(head="$name\n", between=f"\n{json_calls.RECIPIENT}"),  # the prompt contains the first marker
+        (f"{json_calls.RECIPIENT}all",),
     ),
-    _json(
-        "nemotron",
-        json_calls.NEMOTRON,
-        partial(call_grammars.json_list, begin="<TOOLCALL>", end="</TOOLCALL>"),
-        f"<TOOLCALL>{_JSON_LIST}</TOOLCALL>",
-        ("<TOOLCALL>",),
-    ),
-    _json(
-        "hunyuan",
-        json_calls.HUNYUAN,
-        partial(call_grammars.json_list, begin="<tool_calls>", end="</tool_calls>"),
-        f"<tool_calls>{_JSON_LIST}</tool_calls>",
-        ("<tool_calls>",),
-    ),
+    _json("nemotron", json_calls.NEMOTRON, _list("<TOOLCALL>", "</TOOLCALL>"), ("<TOOLCALL>",)),
+    _json("hunyuan", json_calls.HUNYUAN, _list("<tool_calls>", "</tool_calls>"), ("<tool_calls>",)),
     _json(
         "cohere",
         json_calls.COHERE,
-        call_grammars.cohere,
-        f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "{_NAME}", "parameters": {_ARGUMENTS}}}]<|END_ACTION|>',
+        _list(
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            '{"tool_call_id": "$number", "tool_name": "$name", "parameters": ',
+        ),
         ("<|START_ACTION|>",),
     ),
     _json(
         "command_r",
         json_calls.COHERE,
-        call_grammars.command_r,
-        f'Action: ```json\n[{{"tool_name": "{_NAME}", "parameters": {_ARGUMENTS}}}]\n```',
+        _list("Action: ```json\n", "\n```", '{"tool_name": "$name", "parameters": '),
         ("Action:", "tool_name"),
     ),
     _json(
         "apertus",
         json_calls.APERTUS,
-        call_grammars.apertus,
-        f'<|tools_prefix|>[{{"{_NAME}": {_ARGUMENTS}}}]<|tools_suffix|>',
+        _list("<|tools_prefix|>", "<|tools_suffix|>", '{"$name": '),
         ("<|tools_prefix|>",),
     ),
     _json(
         "internlm",
         json_calls.INTERNLM,
-        call_grammars.internlm,
-        f"<|action_start|><|plugin|>\n{_PARAMETERS_CALL}<|action_end|>",
+        CallLayout(head=f"<|action_start|><|plugin|>\n{_PARAMETERS}", tail="}<|action_end|>", single=True),
         ("<|action_start|>",),
     ),
     _json(
         "gigachat3",
         json_calls.GIGACHAT3,
-        call_grammars.gigachat3,
-        f"function call<|role_sep|>\n{_JSON_CALL}",
+        CallLayout(head=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_CALL}", tail="}", single=True),
         ("function call", "<|role_sep|>"),
         ("<|function_call|>",),
     ),
     _json(
-        "hermes", json_calls.HERMES, call_grammars.tagged, f"<tool_call>\n{_JSON_CALL}\n</tool_call>", ("<tool_call>",)
+        "hermes",
+        json_calls.HERMES,
+        CallLayout(head=f"<tool_call>\n{_CALL}", tail="}\n</tool_call>", between="\n"),
+        ("<tool_call>",),
     ),
     _json(
         "granite_20b",
         json_calls.GRANITE_20B,
-        call_grammars.granite_20b,
-        f"<function_call> {_JSON_CALL}",
+        CallLayout(head=f"<function_call> {_CALL}", tail="}"),
         ("<function_call>",),
     ),
     _python(
         "olmo3",
         pythonic.OLMO3,
-        call_grammars.olmo3,
-        f"<function_calls>{_PYTHON_CALL}</function_calls>",
-        ("<function_calls>",),
+        _python_layout(pythonic.OLMO3_BEGIN, "\n", pythonic.OLMO3_END),
+        (pythonic.OLMO3_BEGIN,),
     ),
     _python(
         "minicpm3",
         pythonic.LFM2,
-        call_grammars.minicpm3,
-        f"<|tool_call_start|>\n```python\n{_PYTHON_CALL}\n```\n<|tool_call_end|>",
-        ("<|tool_call_start|>", "```python"),
+        _python_layout(f"{pythonic.LFM2_BEGIN}\n```python\n", "\n", f"\n```\n{pythonic.LFM2_END}"),
+        (pythonic.LFM2_BEGIN, "```python"),
     ),
     _python(
         "lfm2",
         pythonic.LFM2,
-        call_grammars.lfm2,
-        f"{pythonic.LFM2_BEGIN}[{_PYTHON_CALL}]{pythonic.LFM2_END}",
+        _python_layout(f"{pythonic.LFM2_BEGIN}[", after=f"]{pythonic.LFM2_END}"),
         (pythonic.LFM2_BEGIN,),
         ("<|tool_list_start|>",),
         ("List of tools: [",),
@@ -349,8 +402,7 @@ _FORMATS = (
     _python(
         "pythonic",
         pythonic.PYTHONIC,
-        call_grammars.pythonic,
-        f"[{_PYTHON_CALL}]",
+        _python_layout("[", after="]"),
         ("<|python_start|>",),
         ("[func_name1(",),
         ("```tool_code",),
@@ -358,8 +410,7 @@ _FORMATS = (
     _json(
         "llama3_json",
         json_calls.LLAMA3,
-        call_grammars.llama3_json,
-        _PARAMETERS_CALL,
+        CallLayout(head=_PARAMETERS, tail="}", between="; "),
         ("<|python_tag|>",),
         ("dictionary of argument name and its value",),
     ),

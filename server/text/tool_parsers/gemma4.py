@@ -12,9 +12,12 @@ from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import CallOptions, ParserSteps, StreamParser, as_json
 from windlass.server.text.tool_parsers.call_grammars import (
+    ANNOTATIONS,
     MAX_MEMBERS,
     PARAMETERS_OF,
     CallGrammarOptions,
+    CallLayout,
+    bounds_of,
     call_sequence,
     definitions,
     lark_string,
@@ -24,7 +27,6 @@ from windlass.server.text.tool_parsers.call_grammars import (
 from windlass.server.text.tool_parsers.values import ANY_TYPE, decimal_number, parameter_types, typed_json
 
 MAX_DEPTH = 16  # of a schema; deeper values are written as JSON
-MAX_BOUND = 1 << 20  # of a minimum or maximum length
 _NAME = re.compile(r"[^\s{}<]")
 _KEY = re.compile(r"[^:,{}\[\]<]")
 _QUOTED_KEY = re.compile(r"[^<]")
@@ -32,10 +34,6 @@ _UNQUOTED_KEY = re.compile(r"[^\s:,{}\[\]<\"]([^:,{}\[\]<]{0,200}[^\s:,{}\[\]<])
 _CLOSING = {"{": "}", "[": "]"}
 _SPACING = {"item_separator": ",", "key_separator": ":"}
 _EXTERNAL_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)|"\$id"|"\$anchor"|"\$dynamic')
-_ANNOTATIONS = {
-    *("$schema", "$comment", "title", "description", "default", "example", "examples", "deprecated"),
-    *("readOnly", "writeOnly"),
-}
 _SUPPORTED_KEYWORDS = {
     "string": {"minLength", "maxLength"},
     "array": {"items", "minItems", "maxItems"},
@@ -52,9 +50,12 @@ class GemmaForm:
     end: str
     quote: str
 
-    def call(self, name: str, argument: str, value: str) -> str:
-        """Return the text of a call."""
-        return f"{self.begin}call:{name}{{{argument}:{self.quote}{value}{self.quote}}}{self.end}"
+    @property
+    def layout(self) -> CallLayout:
+        """Layout of a call with a string."""
+        return CallLayout(
+            head=f"{self.begin}call:$name{{", argument=f"$key:{self.quote}$value{self.quote}", tail=f"}}{self.end}"
+        )
 
 
 GEMMA4 = GemmaForm(begin="<|tool_call>", end="<tool_call|>", quote='<|"|>')
@@ -124,6 +125,7 @@ class Gemma4Parser(StreamParser):
             return
         yield from self.skip_space()
         yield from self.take_literal(self._form.end)
+        self.take_truncated_tag((self._form.end,))
         self.discard_taken()
 
     def _close(self, closing: list[str]) -> None:
@@ -151,12 +153,17 @@ class Gemma4Parser(StreamParser):
                 types = known_types[name]
         found = yield from self.take_literal(self._form.quote, *_CLOSING)
         if found == self._form.quote:
-            self.emit_arguments(f'{before}"')
+            parts: list[str] = []
+            as_text = "string" in types or not types
+            if as_text:
+                self.emit_arguments(f'{before}"')
             end = yield from self.pass_until(
-                (self._form.quote, self._form.end), lambda piece: self.emit_arguments(json.dumps(piece)[1:-1])
+                (self._form.quote, self._form.end),
+                (lambda piece: self.emit_arguments(json.dumps(piece)[1:-1])) if as_text else parts.append,
+                drops_cut=True,
             )
             if end:
-                self.emit_arguments('"')
+                self.emit_arguments('"' if as_text else before + typed_json("".join(parts), types))
             if end == self._form.end:
                 self.put_back(len(self._form.end))
             return bool(end)
@@ -212,7 +219,9 @@ def gemma_grammar(form: GemmaForm, options: CallGrammarOptions) -> str:
         function = _FunctionRules(form, options, number, name, texts)
         choices.append(f"{begin} {lark_string(f'call:{name}')} {function.arguments()} {end}")
         rules += function.rules
-    return "\n".join([call_sequence(options, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()])
+    return "\n".join(
+        [call_sequence(options.parallel, "", "", ""), f"call: {' | '.join(choices)}", *rules, *texts.values()]
+    )
 
 
 class _FunctionRules:
@@ -263,7 +272,7 @@ class _FunctionRules:
 
     def _native_rule(self, schema: dict[str, Any], depth: int) -> str | None:
         """Add a rule in Gemma's notation; return None if the schema has keywords without one."""
-        keys = schema.keys() - _ANNOTATIONS - (self._shared.keys() if schema is self._schema else set())
+        keys = schema.keys() - ANNOTATIONS - (self._shared.keys() if schema is self._schema else set())
         kind = schema.get("type")
         if keys == {"$ref"}:
             return self._reference_rule(schema["$ref"], depth)
@@ -318,7 +327,7 @@ class _FunctionRules:
         return self._quote.startswith("<[")
 
     def _string_rule(self, schema: Mapping[str, Any]) -> str | None:
-        bounds = _bounds(schema, "minLength", "maxLength")
+        bounds = bounds_of(schema, "minLength", "maxLength")
         if bounds is None or not self._quotes:
             return None
         minimum, maximum = bounds[0], "" if bounds[1] is None else bounds[1]
@@ -327,7 +336,7 @@ class _FunctionRules:
         return self._add_rule(f"{self._quote} {name} {self._quote}")
 
     def _array_rule(self, schema: Mapping[str, Any], depth: int) -> str | None:
-        bounds = _bounds(schema, "minItems", "maxItems")
+        bounds = bounds_of(schema, "minItems", "maxItems")
         if bounds is None or not isinstance(schema.get("items"), dict):
             return None
         minimum, maximum = bounds
@@ -374,11 +383,3 @@ class _FunctionRules:
 def lark_string_unescaped(text: str) -> str:
     """Return a Lark string literal with characters outside ASCII unescaped."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _bounds(schema: Mapping[str, Any], minimum: str, maximum: str) -> tuple[int, int | None] | None:
-    """Return the values of two keywords, (0, None) by default; None if they are not integers from 0 to `MAX_BOUND`."""
-    low, high = schema.get(minimum, 0), schema.get(maximum)
-    if type(low) is not int or not 0 <= low <= MAX_BOUND:
-        return None
-    return (low, high) if high is None or (type(high) is int and low <= high <= MAX_BOUND) else None

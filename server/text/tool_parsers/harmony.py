@@ -48,7 +48,7 @@ class HarmonyParser(StreamParser):
             out = self.emit_arguments
         else:
             out = self.emit_reasoning if self.thinking else self.emit_content
-        end = yield from self.pass_until((*ENDS, START), out)
+        end = yield from self.pass_until((*ENDS, START), out, drops_cut=self.in_call)
         if end:
             self.end_call()
         if end == START:  # the previous message has no end marker

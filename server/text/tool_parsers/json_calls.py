@@ -70,8 +70,12 @@ COHERE = JsonForm(
 )
 APERTUS = JsonForm(opens=("<|tools_prefix|>",), closes=("<|tools_suffix|>",), by_name=True)
 PHI4_MINI = JsonForm(opens=("<|tool_call|>", "functools"), closes=("<|/tool_call|>",))
-GRANITE_20B = JsonForm(opens=("<function_call>",), closes=("</function_call>",))
-INTERNLM = JsonForm(opens=("<|action_start|>", "<|plugin|>"), closes=("<|action_end|>",))
+GRANITE_20B = JsonForm(opens=("<function_call>",), closes=("</function_call>",), no_calls=("no_function",))
+INTERNLM = JsonForm(
+    opens=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),  # with the space of older tokenizers
+    closes=("<|action_end|>",),
+)
+LONGCAT = JsonForm(opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",))
 GIGACHAT3 = JsonForm(opens=("function call<|role_sep|>", "<|function_call|>"), dropped=("<|message_sep|>",))
 
 
@@ -219,7 +223,7 @@ class JsonCallParser(StreamParser):
         while True:
             yield from self.skip_space()
             if not (yield from self.take_literal(*choices)):
-                return found
+                return self.take_truncated_tag(choices) or found
             found = True
 
 
@@ -277,6 +281,9 @@ class JsonFormParser(JsonCallParser):
                 certain = certain and tagged
                 self.discard_taken()
                 continue
+            if self.take_truncated_tag(closes):
+                self.discard_taken()
+                return
             separated = yield from self.take_literal(",", ";")
             yield from self.skip_space()
             if (yield from self.peek()) not in ("{", "["):

@@ -18,7 +18,7 @@ ANY_TYPE = frozenset({"string", "null", "boolean", "number", "object", "array"})
 MAX_PYTHON = 16384  # characters of a value in Python syntax: parsing longer ones would block the event loop
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
-_TEXT = frozenset({"string", "null"})
+TEXT_TYPES = frozenset({"string", "null"})
 _TYPE_NAMES = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
 _LEADING_ZEROS = re.compile(r"(-?)0+(\d+(?:\.\d+)?)", re.ASCII)
 _LARGE_NUMBER = re.compile(r"\d[eE]\+?\d{3}")
@@ -76,7 +76,7 @@ def _types_of_each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Bud
 
 def typed_json(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value that was written without quotes; `types` are those that its schema permits."""
-    if not types or not types <= _TEXT:
+    if not types or not types <= TEXT_TYPES:
         try:
             return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text, strict=False))
         except (ValueError, RecursionError):

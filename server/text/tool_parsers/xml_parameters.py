@@ -10,9 +10,9 @@ from typing import Any
 
 from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import MAX_NAME, CallOptions, ParserSteps
-from windlass.server.text.tool_parsers.call_grammars import definitions
+from windlass.server.text.tool_parsers.call_grammars import CDATA, CDATA_END, ITEM, definitions
 from windlass.server.text.tool_parsers.json_calls import JsonCallParser
-from windlass.server.text.tool_parsers.values import parameter_types, typed_json
+from windlass.server.text.tool_parsers.values import TEXT_TYPES, parameter_types, typed_json
 
 MAX_DEPTH = 64  # of elements in a value; deeper ones are left out
 _NAME = re.compile(r"[^<>\s=\"']")
@@ -21,10 +21,11 @@ _GLM_NAME = re.compile(r"[^<>\s{\[]")
 _GLM_KEY = re.compile(r"[^<>]")
 _TAG = re.compile(r"[^<>]")
 _TAG_REST = re.compile(r"[^<>\n]*[<>\n]")
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING_REST = re.compile(r'[^"\\\n]*["\\\n]')
 _TAG_NAME = re.compile(r"\s*[\"']?([^<>\s=\"']+)")
 _NEXT_TAG = re.compile(r"\s*(?:[^<\s]|<[^>]*>)")
-_CDATA, _CDATA_END = "<![CDATA[", "]]>"
-_ITEM = "item"
+_CONTAINERS = frozenset({"array", "object"})
 _M3_ENDS = ("<invoke name=", "</invoke>", "</tool_call>")
 
 
@@ -49,6 +50,11 @@ class XmlForm:
         """Tags that may follow a parameter."""
         return (self.parameter, self.function_end, *self.wrapper_ends, self.function, *self.wrappers)
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Texts that end a value, or change its meaning."""
+        return (self.parameter_end, *self.tags, CDATA)
+
 
 QWEN3_CODER = XmlForm(
     wrappers=("<tool_call>",),
@@ -59,7 +65,7 @@ QWEN3_CODER = XmlForm(
     parameter_end="</parameter>",
     newlines=True,
 )
-SEED = replace(QWEN3_CODER, wrappers=("<seed:tool_call>",), wrapper_ends=("</seed:tool_call>",))
+SEED = replace(QWEN3_CODER, wrappers=("<seed:tool_call>",), wrapper_ends=("</seed:tool_call>",), newlines=False)
 MINIMAX_M2 = XmlForm(
     wrappers=("<minimax:tool_call>",),
     wrapper_ends=("</minimax:tool_call>",),
@@ -79,14 +85,6 @@ DSML = XmlForm(
 MINICPM5 = XmlForm(
     function="<function name=", function_end="</function>", parameter="<param name=", parameter_end="</param>"
 )
-# The tag of the parameter's name ends with `key_end`, and the value has a tag of its own.
-GLM = XmlForm(function="<tool_call>", function_end="</tool_call>", parameter="<arg_key>", parameter_end="</arg_value>")
-LONGCAT = XmlForm(
-    function="<longcat_tool_call>",
-    function_end="</longcat_tool_call>",
-    parameter="<longcat_arg_key>",
-    parameter_end="</longcat_arg_value>",
-)
 M3_NAMESPACE = "]<]minimax[>["
 MINIMAX_M3 = XmlForm(
     wrappers=(f"{M3_NAMESPACE}<tool_call>",),
@@ -96,6 +94,16 @@ MINIMAX_M3 = XmlForm(
     parameter=f"{M3_NAMESPACE}<",
     parameter_end=f"{M3_NAMESPACE}</",
 )
+
+
+def glm_form(tag: str) -> XmlForm:
+    """Return the tags of GLM. The value has a tag of its own. tag: before their names."""
+    return XmlForm(
+        function=f"<{tag}tool_call>",
+        function_end=f"</{tag}tool_call>",
+        parameter=f"<{tag}arg_key>",
+        parameter_end=f"</{tag}arg_value>",
+    )
 
 
 @dataclass(slots=True)
@@ -157,8 +165,9 @@ class XmlParametersParser(JsonCallParser):
         yield from self.skip_space()
         if (yield from self.peek_object()):
             self.begin_call(name)
+            closed = yield from self.take_arguments()
             self.discard_taken()
-            return (yield from self.take_arguments())
+            return closed
         schema = self.options.schemas.get(name, {})
         found = schema.get("properties")
         names = frozenset(found) if isinstance(found, Mapping) else frozenset[str]()
@@ -197,12 +206,11 @@ class XmlParametersParser(JsonCallParser):
                     return False
                 self.discard_taken()
                 continue
-            if not tag and self.take_truncated_tag(form.tags):
-                self.discard_taken()
+            if not tag and (self.take_truncated_tag(form.tags) or not (yield from self.peek())):
+                self.discard_taken()  # the answer was cut: the arguments stay open
                 return False
             self.emit_arguments("}")
-            if tag or (yield from self.peek()):
-                self.end_call()
+            self.end_call()
             if tag == form.function or tag in form.wrappers:  # the next call
                 self.put_back(len(tag))
             if tag:
@@ -216,13 +224,12 @@ class XmlParametersParser(JsonCallParser):
             tag = yield from self.pass_until(self._form.tags, _drop)
             self.put_back(len(tag))
             return bool(tag)
-        value = yield from self._value(call)
+        if name not in call.types:
+            call.types[name] = parameter_types(call.schema, name)
+        types = frozenset({"string"}) if 'string="true"' in attributes else call.types[name]
+        value = yield from self._value(call, may_be_json=not types or not types <= TEXT_TYPES)
         if value is None:
             return False
-        types = parameter_types(call.schema, name) if name not in call.types else call.types[name]
-        call.types[name] = types
-        if 'string="true"' in attributes:
-            types = frozenset({"string"})
         self._emit_member(call, name, typed_json(value, types))
         return True
 
@@ -239,21 +246,32 @@ class XmlParametersParser(JsonCallParser):
             return "", ""
         return name, attributes
 
-    def _value(self, call: _OpenCall) -> Generator[None, None, str | None]:
-        """Take a value and its closing tag, if it has one; return None if the text ends before."""
+    def _value(self, call: _OpenCall, *, may_be_json: bool) -> Generator[None, None, str | None]:
+        """Take a value and its closing tag, if it has one; return None if the text ends before.
+
+        may_be_json: tags in its JSON strings belong to the value.
+        """
         form = self._form
         parts: list[str] = []
-        if (yield from self.take_literal(_CDATA)):
-            if not (yield from self.pass_until((_CDATA_END,), parts.append)):
+        if (yield from self.take_literal(CDATA)):
+            if not (yield from self.pass_until((CDATA_END,), parts.append)):
                 return None
             yield from self.skip_space()
             yield from self.take_literal(form.parameter_end)
+            self.take_truncated_tag((form.parameter_end,))
             return "".join(parts)
-        closed = ""
+        closed, num_scanned, in_string = "", 0, False
         while not closed:
             closed = yield from self.pass_until((form.parameter_end, *form.tags), parts.append)
             if not closed:
                 return None
+            if may_be_json and "".join(parts[:2]).lstrip()[:1] in ("{", "[", '"'):
+                in_string = _ends_in_string("".join(parts[num_scanned:]), in_string)
+                num_scanned = len(parts)
+            if in_string and (yield from self._string_goes_on()):
+                parts.append(closed)
+                closed = ""
+                continue
             if closed == form.parameter_end:
                 break
             if (yield from self._ends_value(closed, call, "".join(parts[-1:])[-1:] == "\n")):
@@ -265,6 +283,12 @@ class XmlParametersParser(JsonCallParser):
         if form.newlines or closed != form.parameter_end:
             value = value.removeprefix("\n").removesuffix("\n") if form.newlines else value.rstrip("\n")
         return value
+
+    def _string_goes_on(self) -> Generator[None, None, bool]:
+        """Return whether the end of a JSON string follows in this line, so that the last tag was a part of it."""
+        ahead = yield from self.look_ahead(_STRING_REST)
+        found = _STRING_REST.match(ahead)
+        return len(ahead) == MAX_NAME if found is None else found[0][-1] != "\n"
 
     def _ends_value(self, tag: str, call: _OpenCall, on_new_line: bool) -> Generator[None, None, bool]:
         """Return whether a tag within a value that has no closing tag so far ends it, rather than being a part of it."""
@@ -318,6 +342,11 @@ class GlmParser(XmlParametersParser):
         return (name if (yield from self.take_literal(self._value_begin)) else ""), ""
 
 
+def _ends_in_string(text: str, in_string: bool) -> bool:
+    """Return whether JSON ends within a string. in_string: whether it also begins within one."""
+    return '"' in _JSON_STRING.sub("", f'"{text}' if in_string else text)
+
+
 def _drop(text: str) -> None:
     """Ignore text between elements."""
 
@@ -332,15 +361,19 @@ class _Element:
 
     def json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         """Return the JSON of the element. schema: of an object with a member of this name."""
+        types = parameter_types({**definitions(root), **schema}, self.name)
         if not self.children:
-            return typed_json("".join(self.text), parameter_types({**definitions(root), **schema}, self.name))
+            text = "".join(self.text)
+            if not text.strip() and types and types <= _CONTAINERS:
+                return "[]" if "array" in types else "{}"
+            return typed_json(text, types)
         found = schema.get("properties")
         own = found.get(self.name) if isinstance(found, Mapping) else None
         if isinstance(own, Mapping) and isinstance(reference := own.get("$ref"), str):
             own = resolve_reference(root, reference)
         own = own if isinstance(own, Mapping) else {}
-        if all(child.name == _ITEM for child in self.children):
-            members = {"properties": {_ITEM: own.get("items")}}
+        if all(child.name == ITEM for child in self.children) and ("array" in types or "object" not in types):
+            members = {"properties": {ITEM: own.get("items")}}
             return f"[{', '.join(child.json(members, root) for child in self.children)}]"
         unique = {child.name: child for child in reversed(self.children)}
         written = (f"{json.dumps(name)}: {unique[name].json(own, root)}" for name in reversed(unique))
@@ -380,6 +413,8 @@ class MiniMaxM3Parser(XmlParametersParser):
                 self.end_call()
                 self._begun = tag == _M3_ENDS[0]
                 return True
+            if not tag:
+                continue
             name = (yield from self.take_while(_TAG)).strip()
             yield from self.take_literal(">")
             self.discard_taken()

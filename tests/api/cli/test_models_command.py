@@ -46,7 +46,7 @@ def test_pull_and_models(toy, capsys):
     before = listed(capsys)
     assert set(before) == set(KNOWN) >= {"smollm2", "demo", "toy"}
     assert not before["toy"]["here"] and before["toy"]["where"] is None
-    assert before["toy"]["size"] == toy.file.download_size and before["toy"]["licence"] == "MIT"
+    assert before["toy"]["size"] == toy.file.size and before["toy"]["licence"] == "MIT"
     assert before["demo"]["here"] and before["demo"]["where"] == str(DEMO)
 
     assert cli.run(["pull", "toy"]) == 0
@@ -68,8 +68,8 @@ def test_models_as_text(capsys):
     assert cli.run(["models"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0].split()[:4] == ["smollm2", "not", "here", "92.9"]
-    assert any(line.split()[:2] == ["demo", "here"] for line in lines) and str(DEMO) in captured.out
+    assert lines[0].split()[:2] == ["name", "on"] and lines[1].split()[:4] == ["smollm2", "no", "98.4", "MB"]
+    assert any(line.split()[:2] == ["demo", "yes"] for line in lines) and str(DEMO) in captured.out
     assert "windlass pull smollm2" in captured.err
 
 

@@ -237,12 +237,28 @@ def test_a_failure_before_the_stream_has_its_own_status(live: Live) -> None:
 
 
 @pytest.mark.slow
+def test_silence_before_the_first_item_is_filled_with_events() -> None:
+    """Codex leaves a stream that has only comments for five minutes, which a long prompt may take."""
+    with live_server(stream_comment_seconds=0.02) as quick:
+        quick.generate("Hello.")
+        text = quick.stream_text(PATH, {"input": "a"}, quick.let_go("event: response.in_progress", 3))
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    kinds = [event["type"] for event in events]
+    begun = kinds.index("response.output_item.added")
+    assert kinds[0] == "response.created" and set(kinds[1:begun]) == {"response.in_progress"} and begun >= 4
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["response"] == events[begun - 1]["response"] and kinds[-1] == "response.completed"
+    assert ": keep-alive" not in text.partition("response.created")[2].partition("response.output_item.added")[0]
+
+
 def test_a_failure_after_silence_is_an_event(live: Live) -> None:
-    """Keep-alive comments were sent before, so the status is already 200."""
+    """Keep-alive events were sent before, so the status is already 200."""
     with live_server(stream_comment_seconds=0.02) as quick:
         quick.engine.first_delay, quick.engine.fail_after = 0.2, (0, EngineDeadError("gone"))
-        (event,) = named_events(quick, PATH, {"input": "a"})
-    assert event["type"] == "error" and event["sequence_number"] == 0 and event["code"] == "engine_unavailable"
+        *begun, failed = named_events(quick, PATH, {"input": "a"})
+    assert begun[0]["type"] == "response.created"
+    assert failed["type"] == "response.failed" and failed["sequence_number"] == len(begun)
+    assert failed["response"]["error"]["code"] == "server_error" and failed["response"]["output"] == []
 
 
 def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
@@ -510,6 +526,33 @@ def test_choice_of_a_tool(live: Live, choice: dict[str, Any], name: str) -> None
     assert answer["tool_choice"] == choice
     grammar = str(live.engine.requests[-1].sampling.grammar)
     assert name in grammar and "look" not in grammar
+
+
+def test_items_with_tools(live: Live) -> None:
+    """Newer clients send tools as an item of the input."""
+    item = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [AGENTS, HOSTED[0]]}
+    live.generate(call_of("agents__note", {"input": DIFF}))
+    response = live.post(PATH, {"tools": [LOOK], "input": [item, {"role": "user", "content": "a"}]})
+    answer = response.json()
+    assert live.prompt == "(look)(agents__close)(agents__note)[user]a"
+    assert (answer["output"][0]["name"], answer["output"][0]["input"]) == ("note", DIFF)
+    assert [tool["name"] for tool in answer["tools"]] == ["look", "agents"]
+    assert response.headers["x-windlass-ignored"] == "tools.web_search"
+    items = live.http.get(f"{PATH}/{answer['id']}/input_items").json()["data"]
+    assert [each["type"] for each in items] == ["message"]
+    count = live.request("/v1/responses/input_tokens", input=[item, {"role": "user", "content": "a"}])
+    plain = live.request("/v1/responses/input_tokens", input="a", tools=[AGENTS])
+    assert count == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [([[LOOK]], "two functions named 'look'"), ([MANY, [{**FIND, "name": f"g{i}"} for i in range(600)]], "at most")],
+)
+def test_refused_items_with_tools(live: Live, given: list[Any], message: str) -> None:
+    items = [{"type": "additional_tools", "tools": tools} for tools in given]
+    error = live.refuse(PATH, {"tools": [LOOK], "input": [*items, {"role": "user", "content": "a"}]})
+    assert error["param"] == "tools" and message in error["message"]
 
 
 def test_hosted_tools_are_ignored_and_named(live: Live) -> None:

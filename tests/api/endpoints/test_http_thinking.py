@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +160,64 @@ def test_a_budget_whose_markers_are_words() -> None:
             limits = replace(budget, tokens=len(thought))
             assert forced_token(limits, [*output, *thought], 0) is None, answer
             assert forced_token(replace(budget, tokens=2), [*output, *ids("so it")[:2]], 0) == budget.close[0]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_budget_ends_the_thinking_after_an_open_call(finished: bool) -> None:
+    """The forced marker would be a part of the call's arguments."""
+    template = SWITCHED + "{# <tool_call></tool_call> #}"
+    tokens = "<think>", "</think>", "<tool_call>", "</tool_call>"
+    with live_server(template=template, tokens=tokens, model={"max_model_len": 2048}) as live:
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": "look", "parameters": {"properties": {"city": {"type": "string"}}}},
+            }
+        ]
+        arguments = json.dumps({"city": "a city with a long name"})
+        text = f'<think>I look.\n<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>\nDone.'
+        tokens_inside = live.tokenizer.encode(
+            text.partition("<think>")[2].partition("with")[0], add_special_tokens=False
+        )
+        live.chat(thinking_budget=len(tokens_inside), tools=tools)
+        budget = live.engine.requests[-1].sampling.thinking
+        assert budget is not None
+        budget = budget if finished else replace(budget, call_opens=())
+        output: list[int] = []
+        for token in live.tokenizer.encode(text, add_special_tokens=False):
+            while (forced := forced_token(budget, output, 0)) is not None:
+                output.append(forced)
+            output.append(token)
+        live.generate(live.tokenizer.decode(output, skip_special_tokens=False))
+        message = live.chat(max_tokens=200, tools=tools)["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert (call["function"]["arguments"] == arguments) is finished
+        assert (message["reasoning_content"], message["content"]) == ("I look.", "Done.")
+
+
+def test_efforts_of_gpt_oss() -> None:
+    """Its template knows three levels: the nearest one is used, and the header names the change."""
+    harmony = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}{{ reasoning_effort }}<|channel|><|message|>"
+    )
+    levels = {
+        "none": "low",
+        "minimal": "low",
+        "low": "low",
+        "medium": "medium",
+        "high": "high",
+        "xhigh": "high",
+        "max": "high",
+    }
+    with live_server(template=harmony) as gpt:
+        for effort, level in levels.items():
+            response = gpt.post(PATH, {"messages": USER, "reasoning_effort": effort})
+            assert response.status_code == 200, response.text
+            assert response.headers.get("x-windlass-template-changes") == (
+                None if level == effort else "effort-changed"
+            )
+            assert gpt.prompt.startswith(f"hello{level}<")
+        assert gpt.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})["param"] == "reasoning_effort"
 
 
 def test_budget_without_thinking(live: Live) -> None:

@@ -116,3 +116,23 @@ async def test_a_due_comment_is_sent() -> None:
     connection = Connection()
     await answer(connection, work)
     assert connection.body == KEEP_ALIVE + EVENT + DONE
+
+
+async def test_a_keep_alive_that_waited_for_the_client_precedes_later_events() -> None:
+    """Some APIs render numbered events as keep-alives."""
+    later = b"data: 2\n\n"
+
+    async def work(exchange: Exchange) -> None:
+        exchange.begin_stream()
+        await exchange.send_events(EVENT)
+        connection.takes_more.clear()
+        exchange._tick()  # an event was sent since the last tick
+        exchange._tick()
+        await asyncio.sleep(0)  # the keep-alive has begun
+        connection.takes_more.set()
+        await exchange.send_events(later)
+        await exchange.finish()
+
+    connection = Connection()
+    await answer(connection, work)
+    assert connection.body == EVENT + KEEP_ALIVE + later + DONE

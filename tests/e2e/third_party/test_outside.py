@@ -1,6 +1,17 @@
-"""Third-party clients of a real server: structured answers, tool calls, embeddings and rankings.
+r"""Third-party clients of a real server: structured answers, tool calls, embeddings and rankings.
 
-Skipped without their environments of hundreds of packages, which docs/guides/load-testing.md describes.
+Skipped without their environments of hundreds of packages:
+
+    python3 -m venv work/outside/python
+    work/outside/python/bin/pip install uv
+    VIRTUAL_ENV=work/outside/python work/outside/python/bin/uv pip install openai langchain langchain-openai instructor \
+        litellm openai-agents 'pydantic-ai-slim[openai]'
+    python3 -m venv work/outside/items
+    work/outside/items/bin/pip install openai openai-agents anthropic
+    python3 -m venv work/outside/llama-index
+    work/outside/llama-index/bin/pip install llama-index-llms-openai-like
+    npm install --prefix work/outside/node openai ai @ai-sdk/openai-compatible zod
+    .venv/bin/pytest -m slow tests/e2e/third_party
 """
 
 from __future__ import annotations

@@ -116,6 +116,32 @@ def test_the_marker_is_forced_once(
     assert run(sampling, draft) == ([TEXT] * tokens + [*close] + [TEXT] * 11)[:11]
 
 
+def test_a_call_in_the_thinking_is_finished_first() -> None:
+    """Otherwise the closing marker would become a part of its arguments."""
+    budget = ThinkingBudget(3, (CLOSE,), call_opens=((5, 6), (4,)), call_closes=((7, 8),))
+
+    def forced(*output: int) -> int | None:
+        return forced_token(budget, [OPEN, *output], 1)
+
+    inside = [TEXT] * 100
+    for call in ((TEXT, 5, 6), (5, 6, TEXT), (4, TEXT, TEXT), (TEXT, TEXT, 4)):
+        assert [forced(*call, *inside[:count]) for count in range(100)] == [None] * 100
+        assert [forced(*call, *inside, *rest) for rest in ((7,), (7, 8), (7, 8, CLOSE))] == [None, CLOSE, None]
+    assert forced(TEXT, TEXT, TEXT) == forced(5, TEXT, 6) == CLOSE  # no call
+    assert forced(TEXT, TEXT, 5) == CLOSE  # not open yet
+    assert forced(TEXT, 4, CLOSE) is None
+    closed = ThinkingBudget(5, (CLOSE,), call_opens=((4,),), call_closes=((8,),))
+    assert forced_token(closed, [4, TEXT, 8, TEXT, TEXT], 0) == CLOSE
+    assert forced_token(closed, [4, TEXT, 8, TEXT, 4, TEXT], 0) is None  # another one
+
+
+def test_a_call_that_is_never_closed_delays_the_end_of_the_thinking_to_a_limit() -> None:
+    budget = ThinkingBudget(2, (CLOSE,), call_opens=((4,),), call_closes=((8,),))
+    output = [TEXT, 4, *[TEXT] * 20_000]
+    found = [count for count in range(len(output)) if forced_token(budget, output[:count], 0) is not None]
+    assert found and found[0] > 1000 and len(found) < 8
+
+
 def test_a_forced_token_uses_no_draw() -> None:
     """Tokens before and after the marker are those of the same positions without it."""
     vocab = 64
@@ -144,6 +170,8 @@ def test_invalid_budgets_are_refused() -> None:
         ThinkingBudget(1, ()),
         ThinkingBudget(1, (CLOSE,), ((),)),
         ThinkingBudget(1, (CLOSE,) * 65),
+        ThinkingBudget(1, (CLOSE,), call_opens=((8,),)),
+        ThinkingBudget(1, (CLOSE,), call_closes=((),)),
         ThinkingBudget(1, (CLOSE,), ((OPEN,),) * 128),
     ]
     for budget in bad:

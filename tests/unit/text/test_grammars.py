@@ -14,7 +14,8 @@ from unit_helpers.grammar_draws import accepts, demo_compiler, drawn, takes, tak
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.schema_rewriting import FORMATS, enforced_schema
-from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions, plain_json
+from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
+from windlass.server.text.tool_parsers.formats import PLAIN_JSON
 
 PERSON = {
     "type": "object",
@@ -324,7 +325,7 @@ def test_unsupported_patterns_in_calls() -> None:
     def grammar(*strict: str) -> str:
         schema = {"type": "object", "properties": {"to": LOOK_AHEAD}, "required": ["to"]}
         options = CallGrammarOptions({"mail": schema, "ls": {}}, False, json.dumps, strict)
-        return demo_compiler().compile("lark", plain_json(options))
+        return demo_compiler().compile("lark", PLAIN_JSON.grammar(options) or "")
 
     call = '{"name": "mail", "arguments": {"to": "?"}}'
     assert takes_text(grammar(), call) and takes_text(grammar("ls"), call)

@@ -18,7 +18,7 @@ from unit_helpers.grammar_draws import demo_compiler
 from windlass.engine.errors import RequestError
 from windlass.server.text.stream_parser import CallArguments, CallOptions, CallStart, Content, Event
 from windlass.server.text.tool_parsers.call_grammars import MAX_GRAMMAR_CALLS, MAX_MEMBERS, CallGrammarOptions
-from windlass.server.text.tool_parsers.formats import FORMATS, ToolFormat
+from windlass.server.text.tool_parsers.formats import FORMATS, PLAIN_JSON, ToolFormat
 
 EOS = "<|the end|>"
 SCHEMAS: dict[str, Any] = {
@@ -39,19 +39,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 PYTHON = ("pythonic", "lfm2", "olmo3", "minicpm3")
-WITH_GRAMMAR = [
-    name
-    for name, each in FORMATS.items()
-    if each.grammar(CallGrammarOptions({"find": {}}, True, json.dumps)) is not None
-]
-SINGLE = ("harmony", "gigachat3")  # one call per answer
-
-
-def test_formats_without_a_grammar() -> None:
-    """Text values between tags cannot be constrained by a schema; forced calls are plain JSON there."""
-    assert FORMATS.keys() - set(WITH_GRAMMAR) == {
-        *("qwen3_coder", "seed_oss", "minimax_m2", "minimax_m3", "deepseek_v32", "minicpm5", "glm45", "longcat")
-    }
+SINGLE = ("harmony", "gigachat3", "internlm")  # one call per answer
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +64,8 @@ def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, s
     while len(ids) < 4000:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-        special = [token_id for token_id in allowed if token_id >= eos]
-        token_id = chance.choice(special if special and chance.random() < 0.3 else allowed)
+        markers = [token_id for token_id in allowed if token_id > eos]
+        token_id = chance.choice(markers if markers and chance.random() < 0.3 else allowed)
         if token_id == eos:
             break
         ids.append(token_id)
@@ -87,9 +75,9 @@ def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, s
     return backend.decode(ids, skip_special_tokens=False)
 
 
-def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
+def calls_in(text: str, form: ToolFormat, schemas: dict[str, Any] = SCHEMAS) -> list[tuple[str, Any]]:
     ids = itertools.count()
-    parser = form.parser(CallOptions(schemas=SCHEMAS, new_id=lambda: str(next(ids))))
+    parser = form.parser(CallOptions(schemas=schemas, new_id=lambda: str(next(ids))))
     events: list[Event] = []
     for character in text:
         events += parser.feed(character)
@@ -106,7 +94,7 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
 
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", WITH_GRAMMAR)
+@pytest.mark.parametrize("name", FORMATS)
 def test_sampled_texts_are_calls(
     name: str, parallel: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
@@ -129,7 +117,7 @@ def test_sampled_texts_are_calls(
 
 @pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name != "harmony"])  # whose end marker ends the turn
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])  # whose end marker ends the turn
 def test_an_answer_may_end_after_a_call_and_a_newline(
     name: str, parallel: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
 ) -> None:
@@ -149,7 +137,7 @@ def test_an_answer_may_end_after_a_call_and_a_newline(
 
 
 @pytest.mark.quick_cases(27)
-@pytest.mark.parametrize("name", [name for name in WITH_GRAMMAR if name not in PYTHON])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("with_schema", [False, True])
 @pytest.mark.parametrize(
     ("parameter", "reason"),
@@ -166,7 +154,8 @@ def test_errors_name_the_function(name: str, with_schema: bool, parameter: dict[
         "find": {"type": "object", "properties": {"x": parameter}},
         "all": SCHEMAS["all"],
     }
-    grammar = FORMATS[name].grammar(CallGrammarOptions(schemas, True, json.dumps, ["find"]))
+    options = CallGrammarOptions(schemas, True, json.dumps, ["find"])
+    grammar = FORMATS[name].grammar(options) or PLAIN_JSON.grammar(options)  # as forced calls are compiled
     assert grammar is not None
     with pytest.raises(RequestError) as refused:
         demo_compiler().compile(*(("json_object", "", grammar) if with_schema else ("lark", grammar)))
@@ -245,6 +234,92 @@ def test_gemma4_values(schema: dict[str, Any], backend: tokenizers.Tokenizer, vo
     assert seen == set(schema["properties"])
 
 
+RAW = (
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "minimax_m3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "minicpm5",
+    "glm45",
+    "glm47",
+    "longcat",
+)
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "optional": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "choice": {"enum": ["x", "", "y\n", None]},
+        "pattern": {"type": "string", "pattern": "^(ab|cd)[0-9]{1,3}$"},
+        "part": {"type": "string", "pattern": "q/", "maxLength": 6},
+        "ref": {"$ref": "#/$defs/short"},
+        "object": {
+            "type": "object",
+            "properties": {
+                "item": {"type": "string", "maxLength": 4},
+                "texts": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+            },
+            "required": ["item"],
+        },
+        "objects": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"k": {"type": "boolean"}}},
+            "maxItems": 2,
+        },
+        "mixed": {"type": ["string", "integer"], "maxLength": 4, "minimum": 0, "maximum": 99},
+        "one": {"type": "object", "properties": {"item": {"type": "string", "maxLength": 3}}},
+        "word": {"const": "null"},
+        "null": {"type": "null"},
+        "nulls": {"type": "array", "items": {"type": ["null", "string"], "maxLength": 2}, "maxItems": 3},
+    },
+    "required": ["text", "optional"],
+    "$defs": {"short": {"type": "string", "minLength": 2, "maxLength": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain_backend() -> tokenizers.Tokenizer:
+    """Vocabulary without special tokens for markers."""
+    made = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    made.add_special_tokens([EOS])
+    return made
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", RAW)
+def test_values_between_tags_follow_their_schemas(
+    name: str, plain: bool, backend: tokenizers.Tokenizer, plain_backend: tokenizers.Tokenizer
+) -> None:
+    """Every sampled text is read back as arguments that the schema permits. plain: no marker is a token."""
+    used = plain_backend if plain else backend
+    token = json.dumps if plain else (lambda marker: f"<[{backend.token_to_id(marker)}]>")
+    grammar = FORMATS[name].grammar(CallGrammarOptions({"look": VALUES}, True, token, ["look"]))
+    assert grammar is not None
+    own = LLTokenizer(used.to_str(), eos_token=used.token_to_id(EOS))
+    seen = set[str]()
+    for seed in range(12):
+        for _, arguments in calls_in(draw(grammar, used, own, seed), FORMATS[name], {"look": VALUES}):
+            jsonschema.validate(arguments, VALUES)
+            seen |= set(arguments)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_texts_that_a_grammar_cannot_express(name: str) -> None:
+    """A strict function is then called in plain JSON, which enforces its schema; otherwise the text is free."""
+    for schema in ({"type": "string", "pattern": "(?=a)b"}, {"type": "string", "format": "date"}):
+        parameters = {"properties": {"a": schema}, "required": ["a"]}
+        strict, lenient = (
+            CallGrammarOptions({"look": parameters}, False, json.dumps, names) for names in (["look"], [])
+        )
+        assert FORMATS[name].grammar(strict) is None and FORMATS[name].grammar(lenient) is not None
+    for parameters in ({"properties": {"a b": {}}}, {"properties": {"a": {}}, "anyOf": []}):
+        assert FORMATS[name].grammar(CallGrammarOptions({"look": parameters}, False, json.dumps)) is None
+
+
 def test_gemma4_strings_do_not_contain_markers(backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
     grammar = FORMATS["gemma4"].grammar(
@@ -282,7 +357,7 @@ def test_functions_with_many_arguments(name: str) -> None:
 
 def test_plain_text_markers() -> None:
     grammar = FORMATS["hermes"].grammar(CallGrammarOptions({"look": {}}, False, json.dumps))
-    assert grammar is not None and '"<tool_call>" "\\n"' in grammar
+    assert grammar is not None and '"<tool_call>" "\\n{' in grammar
 
 
 @pytest.mark.parametrize(
@@ -302,7 +377,7 @@ def test_schemas_without_a_pythonic_grammar(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.quick_cases(6)
-@pytest.mark.parametrize("name", WITH_GRAMMAR)
+@pytest.mark.parametrize("name", FORMATS)
 def test_unnamed_members_are_not_permitted(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
     """Unsupported keywords are ignored, because the function is not strict."""
     place = {"type": "object", "properties": {"x": {"type": "boolean"}}}

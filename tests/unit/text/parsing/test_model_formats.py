@@ -73,7 +73,7 @@ FAMILIES = {
         "I look.",
     ),
     "GLM 4.7": Family(
-        "glm45",
+        "glm47",
         "the model's chat template (vLLM, glm47_moe_tool_parser)",
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value></tool_call>",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key>"
@@ -88,11 +88,14 @@ FAMILIES = {
         "<longcat_arg_value>Rome</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
         "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
     ),
-    "LongCat Flash": one(
-        "longcat",
-        "vLLM, longcat_tool_parser",
-        '<longcat_tool_call>{"name": <function-name>, "arguments": <args>}</longcat_tool_call>',
-        f"<longcat_tool_call>{CALL}</longcat_tool_call>",
+    "LongCat Flash": Family(
+        "longcat_json",
+        "vLLM's tests, test_longcat_tool_parser; the line breaks: SGLang, longcat_detector",
+        '<longcat_tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</longcat_tool_call>',
+        f'I look.\n<longcat_tool_call>{CALL}</longcat_tool_call>\n<longcat_tool_call>\n{{"name": "stop", "arguments": {{}}}}\n'
+        "</longcat_tool_call>",
+        [("weather", ROME), ("stop", {})],
+        "I look.",
     ),
     "MiniMax M2": one(
         "minimax_m2",
@@ -119,7 +122,7 @@ FAMILIES = {
         "</｜DSML｜function_calls>",
     ),
     "DeepSeek V4": one(
-        "deepseek_v32",
+        "deepseek_v4",
         "vLLM, deepseekv4_tool_parser",
         "<｜DSML｜tool_calls>",
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome'
@@ -202,14 +205,23 @@ FAMILIES = {
         '<|tools_prefix|>[{"weather": ' + JSON + '}, {"stop": {}}]<|tools_suffix|>',
         [("weather", ROME), ("stop", {})],
     ),
-    "Phi-4-mini": one(
-        "phi4_mini",
-        "vLLM, phi4mini_tool_parser",
-        "<|tool|>{{ tools }}<|/tool|>",
-        f"functools[{CALL}]",
+    "Phi-4-mini, functools": Family(
+        "phi4_mini_functools",
+        "vLLM's tests, test_phi4mini_tool_parser; its template tool_chat_template_phi4_mini.jinja",
+        "formatted as functools[{\"name\": [function name], \"arguments\": [function arguments as JSON]}, ...]",
+        f'I look.\nfunctools[\n  {CALL},\n  {{"name": "stop", "arguments": {{}}}}\n]',
+        [("weather", ROME), ("stop", {})],
+        "I look.",
     ),
-    "Phi-4-mini, by tokens": one(
-        "phi4_mini", "the model card", "<|tool|>{{ tools }}<|/tool|>", f"<|tool_call|>[{CALL}]<|/tool_call|>"
+    "Phi-4-mini, a list between tokens": one(
+        "phi4_mini", "Ollama's template", "<|tool|>{{ tools }}<|/tool|>", f"<|tool_call|>[{CALL}]<|/tool_call|>"
+    ),
+    "Phi-4-mini, one call between tokens": Family(
+        "phi4_mini",
+        "llama.cpp, models/templates/llama-cpp-microsoft-Phi-4-mini-instruct.jinja",
+        "<|tool|>{{ tools }}<|/tool|>",
+        f'<|tool_call|>{CALL}<|/tool_call|><|tool_call|>{{"name": "stop", "arguments": {{}}}}<|/tool_call|>',
+        [("weather", ROME), ("stop", {})],
     ),
     "OLMo 3": Family(
         "olmo3",
@@ -220,23 +232,54 @@ FAMILIES = {
     ),
     "FunctionGemma": one(
         "functiongemma",
-        "vLLM, functiongemma_tool_parser",
+        "Google's documentation of FunctionGemma: every text between <escape>",
         "<start_function_call>call:{{ name }}{",
         "<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>",
     ),
+    "FunctionGemma, a number between quotes": Family(
+        "functiongemma",
+        "vLLM's tests, test_functiongemma_tool_parser",
+        "<start_function_call>call:{{ name }}{",
+        "I look. <start_function_call>call:weather{city:<escape>Rome<escape>days:<escape>3<escape>}<end_function_call>"
+        "<start_function_call>call:stop{}<end_function_call>",
+        [("weather", ROME), ("stop", {})],
+        "I look.",
+    ),
     "Granite 20B FC": Family(
         "granite_20b",
-        "vLLM, granite_20b_fc_tool_parser",
+        "vLLM's tests, test_granite_20b_fc_tool_parser",
         "<function_call> {{ call }}",
-        f'<function_call> {CALL} <function_call> {{"name": "stop", "arguments": {{}}}}',
+        f'<function_call> {CALL}\n<function_call> {{"name": "stop", "arguments": {{}}}}',
         [("weather", ROME), ("stop", {})],
+    ),
+    "Granite 20B FC, no call": Family(
+        "granite_20b",
+        "vLLM's template of the model asks for it where no function fits",
+        "<function_call> {{ call }}",
+        '<function_call> {"name": "no_function", "arguments": {}}',
+        [],
     ),
     "InternLM 2, 2.5": one(
         "internlm",
-        "vLLM, internlm2_tool_parser",
+        "vLLM's tests, test_internlm2_tool_parser: one call per answer",
         "<|action_start|><|plugin|>",
-        'I look.<|action_start|><|plugin|>\n{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
+        'I look.<|action_start|><|plugin|>{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
         "I look.",
+    ),
+    "InternLM 2, 2.5, with a space and a line break": one(
+        "internlm",
+        "SGLang, internlm_detector",
+        "<|action_start|><|plugin|>",
+        'I look.<|action_start|> <|plugin|>\n{"name": "weather", "parameters": ' + JSON + "}<|action_end|>",
+        "I look.",
+    ),
+    "InternLM 2, 2.5, without the plugin's marker": Family(
+        "internlm",
+        "vLLM's tests, test_internlm2_tool_parser: malformed",
+        "<|action_start|><|plugin|>",
+        '<|action_start|>{"name": "weather"}',
+        [],
+        '<|action_start|>{"name": "weather"}',
     ),
     "SmolLM 3, Ling": one(
         "hermes",
@@ -416,6 +459,17 @@ MALFORMED: list[tuple[str, str, str, Calls]] = [
     # tags within values
     ("qwen3_coder", "<function=run>\n<parameter=command>\necho <parameter=x> </function> <b>\n</parameter>\n</function>", "",
      [("run", {"command": "echo <parameter=x> </function> <b>"})]),
+    # tags within JSON
+    ("qwen3_coder", '<function=weather>\n<parameter=where>\n{"zip": "</parameter>\\n</function>\\"</tool_call>"}\n</parameter>\n'
+     "<parameter=days>\n3\n</parameter>\n</function>", "",
+     [("weather", {"where": {"zip": '</parameter>\n</function>"</tool_call>'}, "days": 3})]),
+    ("glm47", '<tool_call>weather<arg_key>where</arg_key><arg_value>{"zip": "</arg_value>"}</arg_value></tool_call>', "",
+     [("weather", {"where": {"zip": "</arg_value>"}})]),
+    ("qwen3_coder", '<function=run>\n<parameter=command>\necho "</parameter>\n</function>', "",
+     [("run", {"command": 'echo "'})]),
+    # line breaks of a value
+    ("seed_oss", "<seed:tool_call>\n<function=run>\n<parameter=command>ls\n</parameter>\n</function>\n</seed:tool_call>", "",
+     [("run", {"command": "ls\n"})]),
     # JSON between the tags
     ("qwen3_coder", '<tool_call>\n<function=run>\n{"command": "ls"}\n</function>\n</tool_call>', "",
      [("run", {"command": "ls"})]),
