@@ -377,9 +377,9 @@ def _type(schema: Mapping[str, Any]) -> str:
         return f"string{_count(schema, 'Length')}"
     if kind == "array":
         return f"array{_count(schema, 'Items')} of {_types(schema.get('items', {}))}"
-    values = schema.get("additionalProperties")
-    if kind == "object" and isinstance(values, dict) and values:
-        return f"object{_count(schema, 'Properties')} of {_types(values)}"
+    contents = schema.get("additionalProperties")
+    if kind == "object" and isinstance(contents, dict) and contents:
+        return f"object{_count(schema, 'Properties')} of {_types(contents)}"
     return kind
 
 
