@@ -133,14 +133,17 @@ def cluster_options() -> str:
 
 
 def removed_options() -> str:
-    rows = {f"--{name.replace('_', '-')}": with_option_names(hint) for name, hint in REMOVED.items()}
-    for cls in (EngineOptions, ServerOptions, ConnectionOptions):
-        for each in options_of(cls).values():
-            if each.scope == "key":
-                rows[each.flag] = f"the key `{each.key}` in the file of `--config`, or `{each.variable}`"
-            elif each.scope == "variable":
-                rows[each.flag] = f"`{each.variable}`"
-    return table("earlier option", "replacement", rows=((f"`{flag}`", escape(rows[flag])) for flag in sorted(rows)))
+    hints = {f"--{name.replace('_', '-')}": with_option_names(hint) for name, hint in REMOVED.items()}
+    every = [each for cls in (EngineOptions, ServerOptions, ConnectionOptions) for each in options_of(cls).values()]
+    moved = {
+        scope: _listed(sorted(each.flag for each in every if each.scope == scope)) for scope in ("key", "variable")
+    }
+    rows = ((f"`{flag}`", escape(hints[flag])) for flag in sorted(hints))
+    return (
+        f"{table('earlier option', 'replacement', rows=rows)}\n"
+        f"Now [keys](#configuration-keys) of the same name: {moved['key']}.\n\n"
+        f"Now [variables](#expert-variables): {moved['variable']}.\n"
+    )
 
 
 def _served() -> list[Option]:
@@ -162,7 +165,7 @@ def _spelling(option: Option) -> str:
     if option.scope == "variable":
         return f"`{option.variable}`"
     if option.scope == "key":
-        return f"`{option.key}`, `{option.variable}`"
+        return f"`{option.key}`"
     return f"`{option.flag}`, `--no-{option.key}`" if option.kind is SWITCH else f"`{option.flag}`"
 
 
