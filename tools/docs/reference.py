@@ -438,15 +438,23 @@ def _listed(paths: list[str]) -> str:
 
 
 def metrics() -> str:
-    return _metric_table(lambda name: name.startswith("windlass_"))
+    return _metric_table(_families("windlass_"))
 
 
 def vllm_metrics() -> str:
-    return _metric_table(lambda name: name.startswith("vllm:"))
+    """A list of the metrics with equal names and meanings under both prefixes, and a table of the others."""
+    ours = {_suffix(family): family.documentation for family in _families("windlass_")}
+    same: list[Metric] = []
+    others: list[Metric] = []
+    for family in _families("vllm:"):
+        equal = ours.get(_suffix(family)) == family.documentation
+        (same if equal else others).append(family)
+    names = _listed(sorted(_metric_name(family) for family in same))
+    return f"As the metrics above with the prefix `windlass_`: {names}.\n\n{_metric_table(others)}"
 
 
 @cache
-def _families() -> list[Metric]:
+def _exposed() -> list[Metric]:
     """The families that a server exposes."""
 
     async def scrape() -> str:
@@ -456,16 +464,28 @@ def _families() -> list[Metric]:
     return list(text_string_to_metric_families(asyncio.run(scrape())))
 
 
-def _metric_table(chosen: Callable[[str], bool]) -> str:
+def _families(prefix: str) -> list[Metric]:
+    return [one for one in _exposed() if one.name.startswith(prefix) and not one.name.endswith("_created")]
+
+
+def _suffix(family: Metric) -> str:
+    return str(re.split("[:_]", family.name, maxsplit=1)[1])
+
+
+def _metric_name(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
+
+
+def _metric_table(families: Iterable[Metric]) -> str:
+    """A table of metrics, without the labels that every metric of vLLM has."""
     rows = []
-    for family in _families():
-        if not chosen(family.name) or family.name.endswith("_created"):
-            continue
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        shown = ", ".join(f"`{label}`" for label in labels) or "–"
-        rows.append((f"`{name}`", family.type, shown, escape(family.documentation)))
-    return table("name", "type", "labels", "meaning", rows=rows)
+    for family in families:
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        if family.name.startswith("vllm:"):
+            labels -= {"engine", "model_name"}
+        by = f" by {_listed(sorted(labels))}" if labels else ""
+        rows.append((f"`{_metric_name(family)}`", f"{family.type}{by}", escape(family.documentation)))
+    return table("name", "type, labels", "meaning", rows=rows)
 
 
 # Models
