@@ -364,7 +364,9 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 class RopeUpdateObject(StrictModel):
     """Update policy of cached keys."""
 
-    policy: RopeUpdate = Field(description="`frozen`, `recompute` or `rotate`.")
+    policy: RopeUpdate = Field(
+        description="Cached keys keep their frequencies (`frozen`), are computed again (`recompute`) or rotated (`rotate`)."
+    )
     exact: bool | None = Field(
         default=None,
         description="With `recompute`: whether frequencies follow every token instead of steps. The operator "
