@@ -119,8 +119,7 @@ class SamplingSettings(StrictModel):
         description="Only tokens with at least this share of the highest probability are sampled. 0: all tokens."
     )
     typical_p: float = Field(
-        description="Locally typical sampling: only the most typical tokens whose probabilities add up to this "
-        "value are sampled. 1: all tokens."
+        description="Locally typical sampling: as `top_p`, with the most typical tokens. 1: all tokens."
     )
     repetition_penalty: float = Field(
         description="Divides positive logits of tokens that already occurred and multiplies negative ones. 1: off."

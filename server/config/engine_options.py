@@ -103,23 +103,23 @@ class EngineOptions:
         default="none",
         sets="compute.quantization",
         main=True,
-        help="Quantize the weights to 8 or 4 bits while loading. Saves memory and is faster on a CPU, at a small loss of "
-        "quality.",
+        help="Quantize the weights while loading: none, int8 or int4. Saves memory, and time on a CPU, at a small "
+        "loss of quality.",
     )
     activations: str = Panel.MODEL.option(
         choice("int8", "float32"),
         default="int8",
         scope="variable",
         sets="compute.activations",
-        help="Rounding of activations before multiplication with quantized weights; float32 rounds nothing, is much slower "
-        "and meant for comparison.",
+        help="Rounding of activations before multiplication with quantized weights; float32 rounds nothing and is much "
+        "slower.",
     )
     weight_cache: str | None = Panel.MODEL.option(
         folder("a folder, or model for one in the model's directory", "beside", aliases={"model": "beside"}),
         default=None,
         sets="loading.weight_cache",
-        help="Folder in which quantized weights are stored, so that the next start does not quantize again; model: a "
-        "folder in the model's directory. Default: none.",
+        help="Folder in which quantized weights are stored for the next start; model: a folder in the model's directory. "
+        "Default: none.",
     )
     load_format: str = Panel.MODEL.option(
         choice("safetensors", "dummy"),
@@ -133,8 +133,8 @@ class EngineOptions:
         default=None,
         sets="max_model_len",
         main=True,
-        help="Longest prompt and output together, in tokens: 8192, 8k and 8K are the same. May exceed the model's own length "
-        "(see --rope-scaling). Default, and auto: the model's own length, if it fits.",
+        help="Longest prompt and output together, in tokens, such as 8k; may exceed the model's length. Default, and auto: "
+        "the model's length, if it fits.",
     )
     shift_context: int | None = Panel.CONTEXT.option(
         TOKENS,
@@ -163,7 +163,7 @@ class EngineOptions:
         default=64,
         sets="scheduling.max_num_seqs",
         main=True,
-        help="Sequences that run at once, at most 65,536; each sample of a request is one.",
+        help="Sequences that run at once, at most 65,536.",
     )
     max_waiting: int = Panel.BATCHING.option(
         integer(),
@@ -183,8 +183,8 @@ class EngineOptions:
         non_negative_number("a share above 0 and at most 1", "SHARE"),
         default=None,
         sets="cache.device_share",
-        help="Share of a GPU's memory that the engine may use, weights and steps included; the cache gets the rest of it. "
-        "Cannot be combined with --kv-cache-memory. Default: 0.9.",
+        help="Share of a GPU's memory that the engine may use, weights and steps included. Excludes --kv-cache-memory. "
+        "Default: 0.9.",
     )
     block_size: int = Panel.CONTEXT.option(
         integer(),
@@ -203,31 +203,30 @@ class EngineOptions:
         folder("a folder"),
         default=None,
         sets="cache.persist",
-        help="Folder in which full blocks of cached keys and values are stored, so that equal prompt starts are not computed "
-        "again after a restart or by another server of this model. Readers of the folder can recover parts of prompts. "
-        "Default: none.",
+        help="Folder for cached keys and values, which are then reused after a restart or by another server of this model. "
+        "Readers of the folder can recover parts of prompts. Default: none.",
     )
     kv_persist_size: int | None = Panel.CONTEXT.option(
         MEMORY,
         default=None,
         scope="key",
         sets="cache.persist_size",
-        help="Limit of all files in the kv-persist folder together; the least recently used are deleted first. Default: 4GiB.",
+        help="Limit of the files in the kv-persist folder; the least recently used are deleted. Default: 4GiB.",
     )
     kv_host_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
         default=None,
         sets="cache.host_memory",
-        help="On a GPU: main memory for blocks that the cache evicts, copied back when a prompt needs them. Default: none.",
+        help="On a GPU: main memory for blocks that the cache evicts. Default: none.",
     )
     rope_scaling: str | None = Panel.ROTARY.option(
         json_object(SCALING_EXAMPLE, f"a mapping such as {SCALING_EXAMPLE}, the name of a profile, or auto"),
         default=None,
         sets="rotary.scaling",
         main=True,
-        help=f"Rotary scaling in Hugging Face's format: '{SCALING_EXAMPLE}'; or the name of a profile; or auto: the smallest "
-        f"scaling that the length of each request needs. {_THRESHOLDS_EXAMPLE} sets the lengths, in tokens, up to which "
-        "auto uses a profile, or none; without auto, only for requests that ask for auto. Default: the model's own.",
+        help=f"Rotary scaling, such as '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling that the "
+        f"length of a request needs. {_THRESHOLDS_EXAMPLE} sets the lengths up to which auto uses a profile, or none; without "
+        "auto, only for requests that set auto. Default: the model's own.",
     )
     rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
@@ -239,17 +238,16 @@ class EngineOptions:
         default=None,
         main=True,
         in_llm=True,
-        help="A scaling that requests may use by its name; repeatable. The variable may also hold a JSON object of several: "
-        f"'{{\"long\": {SCALING_EXAMPLE}}}'.",
+        help=f'A scaling that requests may use by its name; repeatable. The variable may hold several: \'{{"long": '
+        f"{SCALING_EXAMPLE}}}'.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
         default=None,
         sets="rotary.update",
         reported=True,
-        help="Policy for cached keys when frequencies that depend on length change, for requests that set none: frozen "
-        "(frequencies never change), recompute (tokens are computed again) or rotate (cached keys are rotated again). "
-        "Default: recompute for longrope, else frozen.",
+        help="Policy for cached keys when frequencies that depend on length change: frozen (they never change), recompute "
+        "(tokens are computed again) or rotate (keys are rotated again). Default: recompute for longrope, else frozen.",
     )
     lora: list[str] | None = Panel.ADAPTERS.option(
         texts("NAME=DIR"),
@@ -277,16 +275,15 @@ class EngineOptions:
         sets="compute.deterministic",
         main=True,
         reported=True,
-        help="A greedy request gets the same tokens in any batch and however its prompt is cut into chunks. Costs speed, "
-        "mostly with long prompts and many requests at once.",
+        help="Greedy requests get the same tokens in any batch. Costs speed.",
     )
     cuda_graphs: bool = Panel.BATCHING.option(
         SWITCH,
         default=True,
         scope="variable",
         sets="compute.cuda_graphs",
-        help="On a GPU: capture decode steps at start and replay them. false starts faster and saves GPU memory, and decodes "
-        "more slowly.",
+        help="On a GPU: capture decode steps at start and replay them. false saves time at start and GPU memory, and "
+        "decodes more slowly.",
     )
     speculative_ngram: int = Panel.SPECULATION.option(
         integer(),
@@ -302,15 +299,15 @@ class EngineOptions:
         sets="scheduling.speculation.model",
         main=True,
         reported=True,
-        help="Speculative decoding by a draft model: a smaller model with the same tokenizer, given as MODEL is. The output "
-        "stays the same. Default: none.",
+        help="Speculative decoding by a draft model: a smaller model with the same tokenizer. The output stays the same. "
+        "Default: none.",
     )
     speculative_model_quantization: Quantization = Panel.SPECULATION.option(
         _WEIGHTS,
         default="none",
         scope="key",
         sets="scheduling.speculation.quantization",
-        help="Quantization of the draft model's weights, or of the MTP layer's and its copy of the head: none, int8 or int4.",
+        help="Quantization of the draft model or the MTP layer: none, int8 or int4.",
     )
     speculative_mtp: bool = Panel.SPECULATION.option(
         SWITCH,
@@ -318,22 +315,21 @@ class EngineOptions:
         sets="scheduling.speculation.mtp",
         main=True,
         reported=True,
-        help="Speculative decoding by the MTP layer in the model's own files (Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and "
-        "later, ERNIE 4.5 MoE, Nemotron 3.5).",
+        help="Speculative decoding by the model's own MTP layer (Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later, ERNIE "
+        "4.5 MoE, Nemotron 3.5).",
     )
     speculative_tokens: int = Panel.SPECULATION.option(
         integer(),
         default=4,
         sets="scheduling.speculation.draft_tokens",
-        help="Largest number of tokens that the draft model or the MTP layer proposes for a stream per step, at most 16.",
+        help="Tokens that the draft model or the MTP layer proposes per step, at most 16.",
     )
     speculative_adaptive: bool = Panel.SPECULATION.option(
         SWITCH,
         default=True,
         scope="variable",
         sets="scheduling.speculation.adaptive",
-        help="Let the draft model or the MTP layer propose fewer tokens where fewer are accepted, and none where that saves no "
-        "time; false is meant for comparison.",
+        help="Let the draft model or the MTP layer propose fewer tokens, or none, where that saves time.",
     )
     threads: int | None = Panel.BATCHING.option(
         integer(),
@@ -346,8 +342,8 @@ class EngineOptions:
         integer(),
         default=1,
         sets="compute.tensor_parallel",
-        help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights. They compute "
-        "every step together, on the CPUs of one machine or with a GPU each.",
+        help="Split the model over N processes, at most 32, each with a part of every layer's heads and weights, on the CPUs "
+        "of one machine or with a GPU each.",
     )
     pin_cores: bool = Panel.BATCHING.option(
         SWITCH,
@@ -355,14 +351,14 @@ class EngineOptions:
         scope="key",
         sets="compute.cores",
         convert=lambda pinned: split_cores()[0] if pinned else None,
-        help="Keep the engine and the HTTP server on separate CPU cores: one for the server, the others for the engine.",
+        help="One CPU core for the HTTP server, the others for the engine.",
     )
     target_step_ms: float = Panel.BATCHING.option(
         non_negative_number("finite and not negative", "MS"),
         default=250.0,
         sets="scheduling.target_step_seconds",
         convert=_to_seconds,
-        help="Cut prompts into chunks so that a step that also decodes stays below this many milliseconds; 0: no limit.",
+        help="Limit in milliseconds of a step that decodes: prompts are cut into chunks; 0: no limit.",
     )
     burst_ms: float = Panel.BATCHING.option(
         Kind(
@@ -374,8 +370,7 @@ class EngineOptions:
         scope="variable",
         sets="scheduling.burst_seconds",
         convert=_to_seconds,
-        help="Longest multi-step decoding in milliseconds before running streams return their tokens; 0: send each token "
-        "immediately.",
+        help="Longest multi-step decoding in milliseconds; 0: send each token immediately.",
     )
 
     def _scaling_parts(self) -> tuple[str | None, list[str]]:

@@ -174,14 +174,14 @@ class SamplingOptions:
         default="auto",
         reported=True,
         in_llm=True,
-        help="Sampling parameters of requests that set none: auto (the model's generation_config.json, and for a known model "
-        "what its authors recommend), none, or the path of another such file or its folder.",
+        help="Sampling defaults: auto (the model's generation_config.json, or what the authors of a known model recommend), "
+        "none, or the path of such a file or its folder.",
     )
     override_generation_config: str | None = Panel.ANSWERS.option(
         json_object(_SAMPLING_EXAMPLE),
         default=None,
         in_llm=True,
-        help=f"Sampling parameters that replace those of the file, such as '{_SAMPLING_EXAMPLE}'.",
+        help=f"Sampling defaults that replace those of the file, such as '{_SAMPLING_EXAMPLE}'.",
     )
 
     def check(self) -> None:
@@ -237,8 +237,8 @@ class ServerOptions(SamplingOptions):
         texts("NAME"),
         default=None,
         main=True,
-        help="Model id in the API; repeatable or comma-separated: responses have the first, requests may use any; *: requests "
-        "may use any name. Default: the name of the model's directory.",
+        help="Model id in the API; repeatable or comma-separated. Responses have the first. *: requests may use any name. "
+        "Default: the name of the model's directory.",
     )
     chat_template: Path | None = Panel.ANSWERS.option(
         path("FILE"),
@@ -253,8 +253,8 @@ class ServerOptions(SamplingOptions):
         default=None,
         reported=True,
         in_llm=True,
-        help="Rank documents by which of two tokens the model predicts, such as no,yes; or by the logit of one token. "
-        "Default: as the model's files declare.",
+        help="Rank documents by two tokens that the model predicts, such as no,yes, or by the logit of one. Default: as the "
+        "model's files declare.",
     )
     rerank_template: str | None = Panel.ANSWERS.option(
         text("qwen3 or a path", "FILE"),
@@ -269,12 +269,12 @@ class ServerOptions(SamplingOptions):
         default=None,
         reported=True,
         in_llm=True,
-        help=f"Variables of the chat template, for requests that do not set them, such as '{_KWARGS_EXAMPLE}'.",
+        help=f"Default variables of the chat template, such as '{_KWARGS_EXAMPLE}'.",
     )
     root_path: str = Panel.NETWORK.option(
         text("a path such as /llm", "PATH"),
         default="",
-        help="Path prefix under which a proxy serves the API, such as /llm; the proxy may remove it from requests or not.",
+        help="Path prefix under which a proxy serves the API, such as /llm.",
     )
     api_key: list[str] | None = Panel.ACCESS.option(
         texts("KEY"),
@@ -287,14 +287,12 @@ class ServerOptions(SamplingOptions):
         path("FILE"),
         default=None,
         main=True,
-        help="A file with one key per line, where # starts a comment; or, if its first line begins with [, a TOML file of "
-        "named keys with limits: rates, concurrency, shares, priorities, administration. Read again on SIGHUP.",
+        help="A file with one key per line, or a TOML file of named keys with limits. Read again on SIGHUP.",
     )
     attention_maps: bool = Panel.ACCESS.option(
         SWITCH,
         default=False,
-        help="Serve /v1/attention, which shows the attention of a layer over a short text while other requests wait. With "
-        "named keys, for administrators only.",
+        help="Serve /v1/attention, for which other requests wait. With named keys, for administrators only.",
     )
     cors_origin: list[str] | None = Panel.ACCESS.option(
         texts("ORIGIN"),
@@ -304,9 +302,9 @@ class ServerOptions(SamplingOptions):
     allowed_hosts: list[str] | None = Panel.ACCESS.option(
         texts("HOST"),
         default=None,
-        help="Name by which clients reach the server, such as example.org, *.example.org for all names below it, or * for "
-        "any; repeatable or comma-separated. Requests for other names are refused; addresses are accepted where the server "
-        "listens on a network. Default: any name with an API key or on a network, else those of this machine (localhost).",
+        help="Name by which clients may reach the server, such as example.org, *.example.org (all names below it) or * "
+        "(any); repeatable or comma-separated. On a network, addresses are accepted too. Default: any name with an API key "
+        "or on a network, else those of this machine (localhost).",
     )
     default_max_tokens: int | None = Panel.ANSWERS.option(
         TOKENS,
@@ -317,23 +315,21 @@ class ServerOptions(SamplingOptions):
     unknown_fields: str = Panel.ANSWERS.option(
         choice(*get_args(UnknownFields)),
         default="refuse",
-        help="Requests with unknown fields: refuse them; warn: ignore the fields and log a warning; ignore: the same without. "
-        "The header x-windlass-ignored names ignored fields.",
+        help="Handling of unknown fields: refuse the request, warn (ignore and log them) or ignore. The header "
+        "x-windlass-ignored names them.",
     )
     response_store: int = Panel.ANSWERS.option(
         SIZE_OR_ZERO,
         default=64 << 20,
         scope="key",
-        help="Memory for responses of /v1/responses that later requests continue; the oldest are deleted. 0: store none. "
-        "Default: 64MiB.",
+        help="Memory for stored responses of /v1/responses. 0: store none. Default: 64MiB.",
     )
     reasoning_parser: str = Panel.ANSWERS.option(
         choice(*REASONING_PARSERS),
         default="auto",
         reported=True,
         in_llm=True,
-        help="Format in which the model marks its reasoning, which chats return apart from the content; auto: detected from "
-        "the chat template.",
+        help="Format of the model's reasoning; auto: detected from the chat template.",
     )
     request_timeout: float | None = Panel.ANSWERS.option(
         seconds(allow_zero=False, allow_infinite=True),
@@ -350,8 +346,7 @@ class ServerOptions(SamplingOptions):
         default="auto",
         reported=True,
         in_llm=True,
-        help="Format in which the model writes tool calls; auto: detected from the chat template; none: calls remain in the "
-        "text.",
+        help="Format of the model's tool calls; auto: detected from the chat template; none: calls remain in the text.",
     )
     context_overflow: str = Panel.CONTEXT.option(
         choice(*get_args(ContextOverflow)),
@@ -359,8 +354,8 @@ class ServerOptions(SamplingOptions):
         main=True,
         reported=True,
         in_llm=True,
-        help="Handling of requests that are longer than the context: stop (the answer ends there), error (they are refused), "
-        "shift (the oldest tokens are dropped) or drop_turns (chats lose their oldest turns).",
+        help="Handling of requests that exceed the context: stop (the answer ends), error (refused), shift (the oldest "
+        "tokens are dropped) or drop_turns (a chat's oldest turns are dropped).",
     )
     keep_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
@@ -380,22 +375,22 @@ class ServerOptions(SamplingOptions):
         default=None,
         reported=True,
         in_llm=True,
-        help="Number of tokens that each token attends to, itself included; a second number, as in 4096,4, adds that many "
-        "leading tokens (attention sinks). Default: all tokens, no sinks.",
+        help="Number of tokens that each token attends to; a second number, as in 4096,4, adds leading tokens (attention "
+        "sinks). Default: all tokens, no sinks.",
     )
     cache_reuse: int = Panel.CONTEXT.option(
         TOKENS,
         default=0,
         reported=True,
         in_llm=True,
-        help="Shortest cached passage, in tokens, that is reused at any offset of a prompt, for requests that do not set it. "
-        "At least 32. 0: reuse only equal prompt starts.",
+        help="Shortest cached passage, in tokens (at least 32), that is reused at any offset of a prompt. 0: reuse only "
+        "equal prompt starts.",
     )
     shared_prefix_cache: bool = Panel.ACCESS.option(
         SWITCH,
         default=False,
-        help="Share cached prefixes among API keys that trust each other. A key can then find out, from the number of cached "
-        "tokens, what others have sent. Default: every key has cached prefixes of its own.",
+        help="Share cached prefixes among API keys. A key can then find out, from the number of cached tokens, what others "
+        "have sent. Default: every key has cached prefixes of its own.",
     )
     rope_policy: str = Panel.ROTARY.option(
         Kind(form=_POLICY_FORM, read=_read_rope_policy, metavar="POLICY"),
@@ -403,9 +398,9 @@ class ServerOptions(SamplingOptions):
         main=True,
         reported=True,
         in_llm=True,
-        help="Rotary scaling that requests may set: allow (anything), profiles (names of --rope-profile only) or off "
-        "(nothing). exact also allows exact recomputing, which computes the context again for every token past the model's "
-        "length: alone it means allow,exact; with a comma profiles,exact or off,exact.",
+        help="Rotary scaling that requests may set: allow (anything), profiles (names of --rope-profile) or off (nothing). "
+        "exact, alone or after a comma, also allows exact recomputing: the context again for every token past the model's "
+        "length.",
     )
     metrics_names: str = Panel.OPERATION.option(
         choice(*get_args(MetricsNames)),
@@ -422,7 +417,7 @@ class ServerOptions(SamplingOptions):
         seconds(),
         default=10.0,
         scope="variable",
-        help="Seconds between log lines about running requests and their speed; 0, or log level warning: no lines.",
+        help="Seconds between log lines about running requests; 0: no lines.",
     )
     log_format: str = Panel.OPERATION.option(
         choice(*LOG_FORMATS),
@@ -432,8 +427,8 @@ class ServerOptions(SamplingOptions):
     otel_endpoint: str | None = Panel.OPERATION.option(
         text("a URL", "URL"),
         default=None,
-        help="Send spans of requests and of their phases to this collector (OTLP over HTTP), such as http://127.0.0.1:4318. "
-        "Needs the extra otel. Default: none.",
+        help="Send spans of requests to this collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs the extra "
+        "otel. Default: none.",
     )
     crash_dir: str | None = Panel.OPERATION.option(
         text("a folder or none", "DIR"),
@@ -446,13 +441,12 @@ class ServerOptions(SamplingOptions):
         path("FILE"),
         default=None,
         in_ray=False,
-        help="Append a line of JSON for each generation request: time, parameters, token counts and finish reason, without "
-        "any text. `windlass replay` repeats it.",
+        help="Append a line of JSON per generation request, without any text. `windlass replay` repeats it.",
     )
     record_text: bool = Panel.OPERATION.option(
         SWITCH,
         default=False,
-        help="Also record prompts as token ids, and digests of answers, so that a replay can compare them.",
+        help="Also record prompts as token ids, and digests of answers.",
     )
     record_limit: int = Panel.OPERATION.option(
         MEMORY,
@@ -584,39 +578,36 @@ class ConnectionOptions:
     max_connections: int = Panel.CONNECTIONS.option(
         integer(1),
         default=8192,
-        help="Largest number of open connections; further ones get status 503 unless a connection without a request can be "
-        "closed instead. The limit of open files, less 128, is the upper bound.",
+        help="Largest number of open connections, at most the limit of open files, less 128; further ones get status 503.",
     )
     max_connections_per_address: int = Panel.CONNECTIONS.option(
         integer(1),
         default=512,
-        help="Largest number of open connections of one IPv4 address or one IPv6 network of 64 bits; further ones get "
-        "status 429.",
+        help="Largest number of connections of one IPv4 address or IPv6 network of 64 bits; further ones get status 429.",
     )
     forwarded_allow_ips: list[str] | None = Panel.CONNECTIONS.option(
         texts("ADDRESS"),
         default=None,
         help="Trusted proxies, as addresses or networks, * for all; repeatable or comma-separated. Their X-Forwarded-For is "
-        "used, and the limit per address does not apply to them. Default: 127.0.0.1.",
+        "used. Default: 127.0.0.1.",
     )
     header_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=10.0,
         scope="variable",
-        help="Time for the request line and headers of a request, in seconds.",
+        help="Seconds for the request line and headers of a request.",
     )
     keep_alive_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=75.0,
         scope="variable",
-        help="Idle timeout between two requests of a connection, in seconds; a load balancer's must be shorter.",
+        help="Idle timeout of connections, in seconds; a load balancer's must be shorter.",
     )
     write_timeout: float = Panel.CONNECTIONS.option(
         seconds(allow_zero=False),
         default=60.0,
         scope="variable",
-        help="Time in seconds after which a client that accepts no byte of its response is disconnected and its request "
-        "aborted.",
+        help="Seconds after which a client that accepts no byte of its response is disconnected.",
     )
 
 
@@ -628,8 +619,8 @@ class ReplicaOptions:
         integer(1, MAX_REPLICAS),
         default=1,
         main=True,
-        help="Engine processes behind one address, each with a share of the cores and its own cache; they share one copy of "
-        "the weights. Requests go to the engine that has cached the start of their prompt.",
+        help="Engine processes behind one address, each with a share of the cores and its own cache. Requests go to the "
+        "engine that has cached the start of their prompt.",
     )
 
 
@@ -669,28 +660,28 @@ class ClusterOptions:
     name: str = Panel.CLUSTER.option(
         Kind(form="letters, digits, dots, dashes and underscores", read=_read_deployment_name, metavar="NAME"),
         default="windlass",
-        help="Name of the application; an application of the same name is updated, one replica at a time.",
+        help="Name of the application. One of the same name is updated, one replica at a time.",
     )
     listener: str = Panel.CLUSTER.option(
         choice("ingress", "proxy"),
         default="ingress",
-        help="What accepts connections at --host and --port of the head's machine: the server itself, or Ray's proxy, which "
-        "forwards requests and tokens.",
+        help="What accepts connections at --host and --port of the head's machine: the server itself (ingress), or Ray's "
+        "proxy.",
     )
     target_requests: int = Panel.CLUSTER.option(
         integer(1),
         default=8,
-        help="With a range of replicas: running and waiting requests per replica; more of them add a replica.",
+        help="With a range: running and waiting requests per replica, above which one is added.",
     )
     scale_up_seconds: float = Panel.CLUSTER.option(
         seconds(),
         default=10.0,
-        help="Time with more requests after which a replica is added, in seconds.",
+        help="Seconds with more requests after which a replica is added.",
     )
     scale_down_seconds: float = Panel.CLUSTER.option(
         seconds(),
         default=300.0,
-        help="Time with fewer requests after which a replica is removed, in seconds.",
+        help="Seconds with fewer requests after which a replica is removed.",
     )
 
     def replica_bounds(self) -> tuple[int, int]:

@@ -310,8 +310,8 @@ AddSpecialTokens = Annotated[
 TemplateVariables = Annotated[
     FreeForm | None,
     Field(
-        description="Additional variables of the chat template, at most 100,000 values. They override the operator's. "
-        "`messages`, `tools` and `add_generation_prompt` cannot be set here."
+        description="Variables of the chat template, at most 100,000 values, which override the operator's. "
+        "`messages`, `tools` and `add_generation_prompt` are not allowed."
     ),
 ]
 
@@ -366,7 +366,9 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 class RopeUpdateObject(StrictModel):
     """Update policy of cached keys."""
 
-    policy: RopeUpdate = Field(description="`frozen`, `recompute` or `rotate`.")
+    policy: RopeUpdate = Field(
+        description="Cached keys keep their frequencies (`frozen`), are computed again (`recompute`) or rotated (`rotate`)."
+    )
     exact: bool | None = Field(
         default=None,
         description="With `recompute`: whether frequencies follow every token instead of steps. The operator "
@@ -397,8 +399,8 @@ _RopeUpdate = Annotated[
 RopeUpdateField = Annotated[
     _RopeUpdate | None,
     Field(
-        description="What happens to cached keys when the text grows into other frequencies: `frozen`, "
-        "`recompute` or `rotate`, or an object. Default: the server's, else that of the scaling."
+        description="Policy for cached keys when the text grows into other frequencies. Default: the server's, else "
+        "that of the scaling."
     ),
 ]
 
@@ -422,8 +424,8 @@ class EngineRequestFields(RequestModel):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None,
-        description="Cached blocks are shared only among requests with equal salts, and in general only among those with the "
-        "same API key. Default: none.",
+        description="Cached blocks are shared only among requests with equal salts (and, in general, the same API "
+        "key). Default: none.",
     )
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
         default=None,
@@ -431,13 +433,13 @@ class EngineRequestFields(RequestModel):
     )
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
         default=None,
-        description="Time limit in seconds from the arrival of the request, after which it fails with status 504, or a "
-        "stream with an error event. Default: the server's.",
+        description="Deadline in seconds after arrival, at which the request fails with status 504, or a stream "
+        "with an error event. Default: the server's.",
     )
     request_id: RequestId | None = Field(
         default=None,
-        description="Id of the request, which replaces that of the header `X-Request-Id` and is part of the answer's "
-        "`id`. Default: a random one.",
+        description="Id of the request, instead of the header `X-Request-Id`; part of the answer's `id`. Default: a "
+        "random one.",
     )
 
 

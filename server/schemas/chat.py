@@ -141,7 +141,7 @@ class ChatMessage(StrictModel):
     )
     reasoning_content: str | None = Field(default=None, description="Thinking of the assistant in this turn.")
     reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
-    type: Literal["text", "message"] | None = Field(default=None, description="Accepted without effect.")
+    type: Literal["text", "message"] | None = Field(default=None, description="No effect.")
     refusal: Annotated[str | None, only_empty("refusal is")] = Field(
         default=None, description="Copied from earlier answers. Must be empty."
     )
@@ -189,10 +189,10 @@ class ChatRequest(GenerationRequest):
         description="Turns of the conversation, oldest first."
     )
     logprobs: bool | None = Field(
-        default=None, description="Whether the log-probabilities of the generated tokens are returned. Default: false."
+        default=None, description="Whether log-probabilities of the generated tokens are returned. Default: false."
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Number of alternatives per token whose log-probabilities are returned. Default: 0."
+        default=None, description="Alternatives per token whose log-probabilities are returned. Default: 0."
     )
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: Effort | None = Field(
@@ -222,7 +222,7 @@ class ChatRequest(GenerationRequest):
     function_call: FunctionChoice = Field(default=None, description="Older form of `tool_choice`.")
     modalities: Annotated[Any, AfterValidator(_modalities)] = Field(
         default=None,
-        description="Accepted without effect: answers are text.",
+        description="No effect: answers are text.",
         json_schema_extra={"enum": [None, [], ["text"]]},
     )
 

@@ -46,17 +46,15 @@ class CompletionRequest(GenerationRequest):
         "n_probs": "it is called logprobs here",
     }
 
-    prompt: TextsOrTokens = Field(
-        description="A text, token ids, or a list of texts or of lists of token ids; at most 1,024 prompts."
-    )
+    prompt: TextsOrTokens = Field(description="Texts or token ids; at most 1,024 prompts.")
     echo: bool | None = Field(
         default=None,
         description="Whether answers begin with the prompt, with its log-probabilities if `logprobs` is set. Default: false.",
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
-        description="Number of alternatives per token whose log-probabilities are returned. 0: only the tokens' "
-        "own. Default: none are returned.",
+        description="Alternatives per token whose log-probabilities are returned. 0: only the tokens' own. Default: "
+        "none are returned.",
     )
     suffix: str | None = Field(
         default=None,
@@ -137,7 +135,7 @@ class FilePassage(StrictModel):
         default=None, description="Name of the file. Default: none."
     )
     text: str = Field(description="Text of the passage.")
-    time: Any = Field(default=None, description="Accepted without effect.")
+    time: Any = Field(default=None, description="No effect.")
 
 
 class InfillRequest(SharedRequest):

@@ -77,9 +77,7 @@ class StreamOptions(StrictModel):
         default=None,
         description="With `include_usage`: whether every chunk has the token counts so far. Default: false.",
     )
-    include_obfuscation: bool | None = Field(
-        default=None, description="Accepted without effect: chunks are not padded."
-    )
+    include_obfuscation: bool | None = Field(default=None, description="No effect: chunks are not padded.")
 
 
 class PassageSpan(StrictModel):
@@ -108,12 +106,12 @@ class SharedRequest(EngineRequestFields):
     )
     stream: bool | None = Field(
         default=None,
-        description="Whether the answer is sent as server-sent events while it is generated. Default: false.",
+        description="Whether the answer is streamed as server-sent events. Default: false.",
     )
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = Field(
         default=None,
-        description="Seed of the random numbers, which depend only on the seed, the index of the sample and the position. "
-        "Equal requests with equal seeds get equal answers while `system_fingerprint` stays the same. Default: random.",
+        description="Seed of the random numbers. Equal requests with equal seeds get equal answers while "
+        "`system_fingerprint` stays the same. Default: random.",
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         default=None, description="Subtracted from the logits of tokens that were already generated. Default: 0."
@@ -139,8 +137,8 @@ class SharedRequest(EngineRequestFields):
     )
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Locally typical sampling: only the most typical tokens whose probabilities add up to this "
-        "value are sampled. 1: all tokens. Default: the model's `sampling_defaults`.",
+        description="Locally typical sampling: as `top_p`, with the most typical tokens. 1: all tokens. Default: "
+        "the model's `sampling_defaults`.",
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
         default=None,
@@ -158,9 +156,9 @@ class SharedRequest(EngineRequestFields):
     )
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = Field(
         default=None,
-        description="Strength of the penalty on repeated sequences (DRY): a token that would continue an earlier sequence loses "
-        "`dry_multiplier * dry_base ^ (length - dry_allowed_length)`, where `length` is that of the longest such sequence "
-        "without the token. Default: 0, off.",
+        description="Strength of the penalty on repeated sequences (DRY): a token that would continue an earlier "
+        "sequence of `length` tokens loses `dry_multiplier * dry_base ^ (length - dry_allowed_length)`. "
+        "Default: 0, off.",
     )
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = Field(
         default=None, description="Growth of the DRY penalty with each further repeated token. Default: 1.75."
@@ -222,32 +220,28 @@ class SharedRequest(EngineRequestFields):
         "and `grammar` (Lark or GBNF). Default: any text.",
     )
     guided_json: dict[str, Any] | str | None = Field(
-        default=None, description="Older name of `structured_outputs.json`: a JSON schema that the answer follows."
+        default=None, description="Older name of `structured_outputs.json`."
     )
     guided_regex: str | None = Field(
         default=None,
-        description="Older name of `structured_outputs.regex`: a regular expression that the answer matches.",
+        description="Older name of `structured_outputs.regex`.",
     )
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        default=None, description="Older name of `structured_outputs.choice`: texts of which the answer is one."
+        default=None, description="Older name of `structured_outputs.choice`."
     )
-    guided_grammar: str | None = Field(
-        default=None, description="Older name of `structured_outputs.grammar`: a grammar that the answer follows."
-    )
-    grammar: str | None = Field(
-        default=None, description="llama.cpp's name of `structured_outputs.grammar`: a grammar that the answer follows."
-    )
+    guided_grammar: str | None = Field(default=None, description="Older name of `structured_outputs.grammar`.")
+    grammar: str | None = Field(default=None, description="llama.cpp's name of `structured_outputs.grammar`.")
     json_schema: dict[str, Any] | None = Field(
         default=None,
-        description="llama.cpp's name of `structured_outputs.json`: a JSON schema that the answer follows.",
+        description="llama.cpp's name of `structured_outputs.json`.",
     )
 
     # Context overflow
     context_overflow: Literal["error", "stop", "shift", "drop_turns"] | None = Field(
         default=None,
-        description="What happens if prompt and answer exceed the context: the request is refused (`error`), "
-        "the answer ends (`stop`), the oldest tokens are dropped (`shift`), or a chat's oldest "
-        "turns are dropped (`drop_turns`). Default: the model's `context.context_overflow`.",
+        description="If prompt and answer exceed the context: refuse the request (`error`), end the answer "
+        "(`stop`), drop the oldest tokens (`shift`), or drop a chat's oldest turns (`drop_turns`). "
+        "Default: the model's `context.context_overflow`.",
     )
     keep_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
@@ -259,14 +253,12 @@ class SharedRequest(EngineRequestFields):
     # Non-prefix KV reuse
     cache_reuse: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Minimum length of cached passages that are reused at any position of the prompt, in "
-        "tokens, at least 32. Reuse is faster than computing the passages, but not exact. 0: no "
-        "reuse. Default: the model's `context.cache_reuse`.",
+        description="Shortest cached passage, in tokens (at least 32), that is reused at any position of the "
+        "prompt. Reuse is not exact. 0: none. Default: the model's `context.cache_reuse`.",
     )
     passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None = Field(
         default=None,
-        description="Spans of the prompt to search in the cache, instead of searching the prompt. Only for "
-        "completions. Spans must not overlap. Default: none.",
+        description="Spans of the prompt to search in the cache, without overlap. Only for completions. Default: none.",
     )
     cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
@@ -286,9 +278,9 @@ class GenerationRequest(SharedRequest):
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Maximum number of generated tokens. More than the context leaves is reduced to that. 0: nothing is "
-        "generated, and the prompt can be scored with `echo` or `prompt_logprobs`. Default: 16 for a completion; "
-        "`--default-max-tokens` for a chat, else what the context leaves (with `rope_scaling` `auto` at most 4,096).",
+        description="Maximum number of generated tokens; reduced to what the context leaves. 0: only score the "
+        "prompt (`echo`, `prompt_logprobs`). Default: 16 for a completion; `--default-max-tokens` for a "
+        "chat, else what the context leaves (with `rope_scaling` `auto` at most 4,096).",
     )
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None, description="Newer name of `max_tokens`. If both are given, they must be equal."
@@ -298,16 +290,15 @@ class GenerationRequest(SharedRequest):
     )
     best_of: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None,
-        description="Number of answers generated per prompt, of which the `n` with the highest mean log-probability are "
+        description="Answers generated per prompt, of which the `n` with the highest mean log-probability are "
         "returned. A value above `n` excludes `stream`. Default: `n`.",
     )
     stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
     stop: StopField = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
-        description="Number of alternatives per prompt token whose log-probabilities are returned. 0: only the "
-        "prompt tokens' own. Such a request computes its entire prompt and uses no cached prefix. Default: none are "
-        "returned.",
+        description="Alternatives per prompt token whose log-probabilities are returned. 0: only the prompt tokens' "
+        "own. The request uses no cached prefix. Default: none are returned.",
     )
     return_token_ids: bool | None = Field(
         default=None,
@@ -315,8 +306,8 @@ class GenerationRequest(SharedRequest):
     )
     return_tokens_as_token_ids: bool | None = Field(
         default=None,
-        description="Whether log-probabilities name tokens by id, as in `token_id:17`, instead of by text, which "
-        "several tokens may share. Default: false.",
+        description="Whether log-probabilities name tokens by id, as in `token_id:17`, instead of by text. Default: "
+        "false.",
     )
     response_format: Annotated[dict[str, Any] | None, AfterValidator(_response_format)] = Field(
         default=None,

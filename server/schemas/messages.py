@@ -74,7 +74,7 @@ class RedactedThinkingBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
 
     type: Literal["redacted_thinking"]
-    data: str | None = Field(default=None, description="Accepted without effect.")
+    data: str | None = Field(default=None, description="No effect.")
 
 
 class ToolUseBlock(StrictModel):
@@ -186,12 +186,10 @@ class CustomTool(StrictModel):
     )
     strict: bool | None = Field(
         default=None,
-        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
-        "refused. Default: false.",
+        description="Whether a schema that cannot be enforced completely is refused, if calls must follow it. "
+        "Default: false.",
     )
-    defer_loading: bool | None = Field(
-        default=None, description="Accepted without effect: the model sees every tool from the start."
-    )
+    defer_loading: bool | None = Field(default=None, description="No effect: the model sees every tool from the start.")
 
 
 class _OtherMessageTool(UnsupportedKind):

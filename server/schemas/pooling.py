@@ -15,14 +15,14 @@ MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
 Input = Annotated[
     TextsOrTokens,
-    Field(description="A text, a list of texts, token ids, or a list of lists of token ids; at most 2,048."),
+    Field(description="Texts or token ids; at most 2,048."),
 ]
 
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,
     Field(
-        description="How the final hidden states of the tokens become one vector: that of the last token, their mean, or "
-        "that of the first token. Default: that of the model's files, else `last`."
+        description="Hidden state that becomes the vector: of the last token, the mean, or of the first token. "
+        "Default: that of the model's files, else `last`."
     ),
 ]
 

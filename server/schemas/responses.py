@@ -281,9 +281,7 @@ class _OtherResponseTool(UnsupportedKind):
     supported_kinds = "function, custom and namespace"
 
 
-DeferLoading = Annotated[
-    bool | None, Field(description="Accepted without effect: the model sees every tool from the start.")
-]
+DeferLoading = Annotated[bool | None, Field(description="No effect: the model sees every tool from the start.")]
 
 
 class FunctionTool(FunctionDefinition):
@@ -366,7 +364,7 @@ class ToolNamespace(StrictModel):
 
     type: Literal["namespace"]
     name: FunctionName = Field(description="Name of the namespace.")
-    description: str | None = Field(default=None, description="What the tools are for. Accepted without effect.")
+    description: str | None = Field(default=None, description="What the tools are for. No effect.")
     tools: Annotated[list[_NamespacedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools."
     )
@@ -522,9 +520,7 @@ class TextConfig(StrictModel):
 class ResponseStreamOptions(StrictModel):
     """Stream options, without effect."""
 
-    include_obfuscation: bool | None = Field(
-        default=None, description="Accepted without effect: chunks are not padded."
-    )
+    include_obfuscation: bool | None = Field(default=None, description="No effect: chunks are not padded.")
 
 
 class ResponseRequest(SharedRequest):
@@ -544,9 +540,7 @@ class ResponseRequest(SharedRequest):
 
     input: Annotated[
         list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
-    ] = Field(
-        description="A text or items: messages, calls, results of calls, thinking, and references to stored items."
-    )
+    ] = Field(description="A text or items.")
     instructions: str | None = Field(
         default=None,
         description="System prompt of this response. Not inherited by responses that continue it. Default: none.",
@@ -564,8 +558,7 @@ class ResponseRequest(SharedRequest):
     stop: StopField = None
     tools: _Tools | None = Field(
         default=None,
-        description="Tools of the caller that the model may call: functions, `custom` tools, and namespaces of both. Hosted "
-        "tools are ignored. Default: none.",
+        description="Tools that the model may call. Hosted tools are ignored. Default: none.",
     )
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
         default=None,
@@ -600,7 +593,7 @@ class ResponseRequest(SharedRequest):
         "log-probabilities; the others have no effect.",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Number of alternatives per token whose log-probabilities are returned. Default: 0."
+        default=None, description="Alternatives per token whose log-probabilities are returned. Default: 0."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None,
@@ -622,24 +615,24 @@ class ResponseRequest(SharedRequest):
     )
     chat_template_kwargs: TemplateVariables = None
     user: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Accepted without effect, and repeated in the response."
+        default=None, description="No effect. Repeated in the response."
     )
     safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Accepted without effect, and repeated in the response."
+        default=None, description="No effect. Repeated in the response."
     )
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Accepted without effect, and repeated in the response."
+        default=None, description="No effect. Repeated in the response."
     )
 
     # Unsupported features of OpenAI's service
     background: Annotated[bool | None, only_empty("background responses are")] = Field(
-        default=None, description="Background responses are not supported. Must be empty."
+        default=None, description="Not supported. Must be empty."
     )
     conversation: Annotated[Any, only_empty("conversations are")] = Field(
         default=None, description="Not supported. Must be empty."
     )
     prompt: Annotated[Any, only_empty("stored prompts are")] = Field(
-        default=None, description="Stored prompts are not supported. Must be empty."
+        default=None, description="Not supported. Must be empty."
     )
     context_management: Annotated[Any, only_empty("context_management is")] = Field(
         default=None, description="Not supported. Must be empty."

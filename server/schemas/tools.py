@@ -113,8 +113,8 @@ class FunctionDefinition(StrictModel):
     )
     strict: bool | None = Field(
         default=None,
-        description="Where calls must follow the schema: whether a schema that cannot be enforced completely is "
-        "refused. Default: false.",
+        description="Whether a schema that cannot be enforced completely is refused, if calls must follow it. "
+        "Default: false.",
     )
 
 
@@ -301,7 +301,7 @@ class MadeToolCall(StrictModel):
     )
     type: Literal["function"] = "function"
     function: MadeFunctionCall = Field(description="The function.")
-    index: int | None = Field(default=None, description="Accepted without effect.")
+    index: int | None = Field(default=None, description="No effect.")
 
 
 class AnsweredFunction(StrictModel):

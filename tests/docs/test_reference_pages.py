@@ -56,6 +56,20 @@ def section(page: str, heading: str) -> str:
     return page[start : start + end.start()] if end else page[start:]
 
 
+def field_names(text: str) -> set[str]:
+    """Names of the fields that a part of fields.md has, or names with a link to the table that has them."""
+    found = set[str]()
+    for names in re.findall(r"^(?:\| |\* )((?:`\w+`, )*`\w+`)(?: \||:)", text, re.MULTILINE):
+        found |= set(re.findall(r"\w+", names))
+    for also in re.findall(r"^Also: (.*)$", text, re.MULTILINE):
+        for names, title in re.findall(r"((?:`\w+`(?:, | and ))*`\w+`) of \[(.+?)\]\(#[\w-]+\)", also):
+            heading = f"## `POST {title.strip('`')}`" if "/" in title else f"## {title.capitalize()}"
+            given = set(re.findall(r"\w+", names.replace(" and ", ", ")))
+            assert given <= field_names(section(FIELDS, heading)), also
+            found |= given
+    return found
+
+
 HTTP, ROTARY = read("reference/http-api.md"), read("reference/rotary-scaling.md")
 FIELDS, METRICS = read("reference/fields.md"), read("reference/metrics.md")
 COMMON = section(FIELDS, "## Common fields")
@@ -85,8 +99,7 @@ INSPECT = section(FIELDS, "## `POST /v1/rotary/inspect`")
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_request_field_is_documented(model, text):
-    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert not set(model.model_fields) - rows
+    assert not set(model.model_fields) - field_names(text)
 
 
 def test_every_body_has_a_table_of_fields():
@@ -99,13 +112,13 @@ def test_every_body_has_a_table_of_fields():
 def test_limits_and_defaults_of_fields():
     """A sample of rows, as they must be."""
     for row in (
-        "| `temperature` | number 0 to 100 | the model's `sampling_defaults` |",
-        "| `top_p` | number above 0, up to 1 | the model's `sampling_defaults` |",
-        "| `messages` | array of 1 to 16,384 [ChatMessage](#chatmessage) | required |",
-        "| `stop` | string or array of at most 16 strings of 1 to 256 characters | none |",
-        '| `truncation_side` | `"left"`, `"right"` | `left` |',
-        '| `rope_update` | `"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject) |',
-        "| `tokens` | array of at most 2,097,152 integers from 0 | required |",
+        "| `temperature` | number 0–100; the model's `sampling_defaults` |",
+        "| `top_p` | number > 0, ≤ 1; the model's `sampling_defaults` |",
+        "| `messages` | array (1–16,384) of [ChatMessage](#chatmessage); required |",
+        "| `stop` | string or array (≤ 16) of strings (1–256); none |",
+        '| `truncation_side` | `"left"`, `"right"`; `left` |',
+        '| `rope_update` | `"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject); the server\'s',
+        "| `tokens` | array (≤ 2,097,152) of integers ≥ 0; required |",
     ):
         assert f"\n{row}" in FIELDS
 

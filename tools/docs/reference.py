@@ -133,14 +133,17 @@ def cluster_options() -> str:
 
 
 def removed_options() -> str:
-    rows = {f"--{name.replace('_', '-')}": with_option_names(hint) for name, hint in REMOVED.items()}
-    for cls in (EngineOptions, ServerOptions, ConnectionOptions):
-        for each in options_of(cls).values():
-            if each.scope == "key":
-                rows[each.flag] = f"the key `{each.key}` in the file of `--config`, or `{each.variable}`"
-            elif each.scope == "variable":
-                rows[each.flag] = f"`{each.variable}`"
-    return table("earlier option", "replacement", rows=((f"`{flag}`", escape(rows[flag])) for flag in sorted(rows)))
+    hints = {f"--{name.replace('_', '-')}": with_option_names(hint) for name, hint in REMOVED.items()}
+    every = [each for cls in (EngineOptions, ServerOptions, ConnectionOptions) for each in options_of(cls).values()]
+    moved = {
+        scope: _listed(sorted(each.flag for each in every if each.scope == scope)) for scope in ("key", "variable")
+    }
+    rows = ((f"`{flag}`", escape(hints[flag])) for flag in sorted(hints))
+    return (
+        f"{table('earlier option', 'replacement', rows=rows)}\n"
+        f"Now [keys](#configuration-keys) of the same name: {moved['key']}.\n\n"
+        f"Now [variables](#expert-variables): {moved['variable']}.\n"
+    )
 
 
 def _served() -> list[Option]:
@@ -162,7 +165,7 @@ def _spelling(option: Option) -> str:
     if option.scope == "variable":
         return f"`{option.variable}`"
     if option.scope == "key":
-        return f"`{option.key}`, `{option.variable}`"
+        return f"`{option.key}`"
     return f"`{option.flag}`, `--no-{option.key}`" if option.kind is SWITCH else f"`{option.flag}`"
 
 
@@ -198,36 +201,82 @@ def app() -> Any:
 
 
 def fields() -> str:
-    """Tables of shared fields, of each endpoint, and of the objects that they contain."""
+    """Tables of shared fields and of each endpoint, and lists of the fields of the objects that they contain.
+
+    A field that an earlier table has is named with a link to that table.
+    """
     document = app().openapi()
     schemas = document["components"]["schemas"]
     models = {model.__name__: model for model in _descendants(StrictModel)}
-    shared = {model: _properties(model, model.model_json_schema()) for model in SHARED}
+    shared = {model: _rows(_properties(model, model.model_json_schema()), model) for model in SHARED}
     parts, properties = [], []
+    places: dict[Row, str] = {}
     for model, heading in SHARED.items():
-        own = _without(shared[model], (shared[other] for other in SHARED if other in model.__mro__[1:]))
         users = [path for path, name in _bodies(document) if issubclass(models[name], model)]
-        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_table(own, model)}")
-        properties.append(own)
+        own = [row for row in shared[model] if row not in places]
+        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_table(own)}")
+        places |= dict.fromkeys(own, heading)
+        properties.append(_properties(model, model.model_json_schema()))
     bodies = {models[name]: path for path, name in _bodies(document)}
     for model, path in bodies.items():
-        bases = [(SHARED[base].lower(), SHARED[base]) for base in SHARED if issubclass(model, base)]
-        inherited = [shared[base] for base in SHARED if issubclass(model, base)]
+        links = {SHARED[base]: _link(SHARED[base].lower(), SHARED[base]) for base in SHARED if issubclass(model, base)}
+        inherited = {row for base in SHARED if issubclass(model, base) for row in shared[base]}
         for base in (base for base in model.__mro__[1:] if base in bodies):
-            bases = [(f"fields of `{bodies[base]}`", f"POST {bodies[base]}")]
-            inherited.append(_properties(base, schemas[base.__name__]))
-        own = _without(_properties(model, schemas[model.__name__]), inherited)
-        links = ", ".join(f"[{text}](#{_slug(heading)})" for text, heading in bases)
-        also = f"Also: {links}.\n\n" if links else ""
-        parts.append(f"## `POST {path}`\n\n{also}{_field_table(own, model)}")
-        properties.append(own)
-    objects = _objects(properties, schemas)
-    shown = (
-        f"### {name}\n\n{_description(schemas[name])}\n\n"
-        + _field_table(_properties(models.get(name), schemas[name]), models.get(name), schemas[name])
-        for name in sorted(objects)
-    )
+            links = {path: _link(f"fields of `{bodies[base]}`", f"POST {bodies[base]}")}
+            inherited |= set(_rows(_properties(base, schemas[base.__name__]), base))
+        found = _properties(model, schemas[model.__name__])
+        elsewhere: dict[str, list[str]] = {}
+        own = []
+        for row in _rows(found, model):
+            if row not in inherited and row in places:
+                elsewhere.setdefault(places[row], []).append(row[0])
+            elif row not in inherited:
+                own.append(row)
+        for heading, names in elsewhere.items():
+            links[f"{path} {heading}"] = f"{_listed(names)} of {_reference(heading)}"
+        also = f"Also: {'; '.join(links.values())}.\n\n" if links else ""
+        parts.append(f"## `POST {path}`\n\n{also}{_field_table(own) if own else ''}")
+        places |= dict.fromkeys(own, f"POST {path}")
+        properties.append(found)
+    objects: dict[str, list[Row]] = {}
+    for name in sorted(_objects(properties, schemas)):
+        objects[name] = _rows(_properties(models.get(name), schemas[name]), models.get(name), schemas[name])
+    shown = (_object(name, _description(schemas[name]), objects) for name in objects)
     return "\n".join([*parts, "## Objects\n", *shown])
+
+
+Row = tuple[str, str, str, str]  # name, type, default, meaning
+
+
+def _object(name: str, description: str, objects: Mapping[str, list[Row]]) -> str:
+    """A list of the fields of an object, without those of an object with the same fields and none more."""
+    rows = objects[name]
+    within = [
+        other
+        for other, others in objects.items()
+        if other != name
+        and len(_typeless(others)) > 1
+        and set(_typeless(others)) <= set(rows)
+        and (len(others), other) < (len(rows), name)
+    ]
+    base = max(within, key=lambda other: len(objects[other]), default=None)
+    own = [row for row in rows if base is None or row not in _typeless(objects[base])]
+    lines = [f"* {', '.join(f'`{one}`' for one in names)}: {text}\n" for names, text in _merged(own)]
+    also = f" Also: fields of {_link(base, base)}." if base else ""
+    return f"### {name}\n\n{description}{also}\n\n{''.join(lines)}"
+
+
+def _typeless(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row[0] != "type"]
+
+
+def _merged(rows: Iterable[Row]) -> Iterator[tuple[list[str], str]]:
+    """Names of the fields that have equal types, defaults and meanings, with those."""
+    names: dict[str, list[str]] = {}
+    for name, *cells in rows:
+        kind = "; ".join(filter(None, cells[:2]))
+        names.setdefault(". ".join(filter(None, (kind, cells[2]))), []).append(name)
+    return ((found, text if text.endswith(".") else f"{text}.") for text, found in names.items())
 
 
 def ignored_fields() -> str:
@@ -267,16 +316,6 @@ def _properties(model: type[StrictModel] | None, schema: Mapping[str, Any]) -> d
     return {name: value for name, value in found.items() if known is None or name in known}
 
 
-def _without(properties: Mapping[str, Any], shared: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Properties that none of the shared ones equals."""
-    others = list(shared)
-    return {
-        name: value
-        for name, value in properties.items()
-        if not any(name in other and other[name]["description"] == value.get("description") for other in others)
-    }
-
-
 def _objects(properties: Iterable[Mapping[str, Any]], schemas: Mapping[str, Any]) -> set[str]:
     """Names of the objects that are reachable from these properties."""
     found: set[str] = set()
@@ -293,9 +332,9 @@ def _objects(properties: Iterable[Mapping[str, Any]], schemas: Mapping[str, Any]
     return found
 
 
-def _field_table(
+def _rows(
     properties: Mapping[str, Any], model: type[StrictModel] | None, schema: Mapping[str, Any] | None = None
-) -> str:
+) -> list[Row]:
     if schema is not None:
         required = set(schema.get("required", ()))
     else:
@@ -303,9 +342,18 @@ def _field_table(
     rows = []
     for name, prop in properties.items():
         meaning, _, default = _description(prop).partition(" Default: ")
-        default = "required" if name in required else default.rstrip(".") or "–"
-        rows.append((f"`{name}`", _type(prop), escape(default), escape(meaning)))
-    return table("field", "type", "default", "meaning", rows=rows) if rows else "No further fields.\n"
+        default = "required" if name in required else default.rstrip(".")
+        meaning = "" if re.fullmatch(r"Always `\w+`\.", meaning) else meaning
+        rows.append((name, _type(prop), escape(default), escape(meaning)))
+    return rows
+
+
+def _field_table(rows: Iterable[Row]) -> str:
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, kind, default, meaning in rows:
+        cells.setdefault(("; ".join(filter(None, (kind, default))), meaning), []).append(f"`{name}`")
+    merged = ((", ".join(names), *others) for others, names in cells.items())
+    return table("field", "type; default", "meaning", rows=merged)
 
 
 def _description(schema: Mapping[str, Any]) -> str:
@@ -317,49 +365,64 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         name = _name(schema["$ref"])
         return f"[{name}](#{name.lower()})"
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"}))
     if "const" in schema or "enum" in schema:
         values = [value for value in schema.get("enum", [schema.get("const")]) if value]
         return ", ".join(f"`{json.dumps(value)}`" for value in values) or "empty"
-    kind = schema.get("type", "any")
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"}))
+    kind = str(schema.get("type", "any"))
     if kind in ("integer", "number"):
         return kind + _range(schema)
     if kind == "string":
         if "pattern" in schema:
             return f"string matching `{escape(schema['pattern'])}`"
-        count = _count(schema, "Length")
-        return f"string of {count} characters" if count else "string"
+        return f"string{_count(schema, 'Length')}"
     if kind == "array":
-        items = re.sub(r"^(string|integer|number|object|array)\b", r"\1s", _type(schema.get("items", {})))
-        return f"array of {_count(schema, 'Items')} {items}".replace("  ", " ")
-    values = schema.get("additionalProperties")
-    if kind == "object" and isinstance(values, dict) and values:
-        count = _count(schema, "Properties")
-        return f"object with {count} values: {_type(values)}" if count else f"object with values: {_type(values)}"
-    return str(kind)
+        return f"array{_count(schema, 'Items')} of {_types(schema.get('items', {}))}"
+    contents = schema.get("additionalProperties")
+    if kind == "object" and isinstance(contents, dict) and contents:
+        return f"object{_count(schema, 'Properties')} of {_types(contents)}"
+    return kind
+
+
+def _types(schema: Mapping[str, Any]) -> str:
+    return re.sub(r"^(string|integer|number|object|array)\b", r"\1s", _type(schema))
 
 
 def _range(schema: Mapping[str, Any]) -> str:
     """Limits of a number, without those of 32 or 64 bits."""
     least, above, most = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
-    lower = f" above {above:,g}" if above is not None else "" if least is None or least <= -INT32_MAX else f" {least:,}"
-    if most is None or most >= INT32_MAX:
-        return lower if above is not None or not lower else f" from{lower}"
-    upper = f"{int(most):,}"
-    return f"{lower}, up to {upper}" if above is not None else f"{lower} to {upper}" if lower else f" up to {upper}"
+    if least is not None and least <= -INT32_MAX:
+        least = None
+    if most is not None and most >= INT32_MAX:
+        most = None
+    if least is not None and most is not None:
+        return f" {int(least):,} to {int(most):,}" if least < 0 else f" {int(least):,}–{int(most):,}"
+    limits = ((">", above), ("≥", least), ("≤", most))
+    shown = ", ".join(f"{sign} {int(value):,}" for sign, value in limits if value is not None)
+    return f" {shown}" if shown else ""
 
 
 def _count(schema: Mapping[str, Any], what: str) -> str:
     low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
     if high is None:
-        return f"at least {low:,}" if low > 1 else ""
-    return f"{low:,} to {high:,}" if low else f"at most {high:,}"
+        return f" (≥ {low:,})" if low > 1 else ""
+    return f" ({low:,}–{high:,})" if low else f" (≤ {high:,})"
 
 
 def _name(reference: str) -> str:
     return reference.rpartition("/")[2]
+
+
+def _link(text: str, heading: str) -> str:
+    return f"[{text}](#{_slug(heading)})"
+
+
+def _reference(heading: str) -> str:
+    """A link to the table with this heading."""
+    path = heading.removeprefix("POST ")
+    return _link(heading.lower() if path == heading else f"`{path}`", heading)
 
 
 def _slug(heading: str) -> str:
@@ -375,15 +438,23 @@ def _listed(paths: list[str]) -> str:
 
 
 def metrics() -> str:
-    return _metric_table(lambda name: name.startswith("windlass_"))
+    return _metric_table(_families("windlass_"))
 
 
 def vllm_metrics() -> str:
-    return _metric_table(lambda name: name.startswith("vllm:"))
+    """A list of the metrics with equal names and meanings under both prefixes, and a table of the others."""
+    ours = {_suffix(family): family.documentation for family in _families("windlass_")}
+    same: list[Metric] = []
+    others: list[Metric] = []
+    for family in _families("vllm:"):
+        equal = ours.get(_suffix(family)) == family.documentation
+        (same if equal else others).append(family)
+    names = _listed(sorted(_metric_name(family) for family in same))
+    return f"As the metrics above with the prefix `windlass_`: {names}.\n\n{_metric_table(others)}"
 
 
 @cache
-def _families() -> list[Metric]:
+def _exposed() -> list[Metric]:
     """The families that a server exposes."""
 
     async def scrape() -> str:
@@ -393,16 +464,28 @@ def _families() -> list[Metric]:
     return list(text_string_to_metric_families(asyncio.run(scrape())))
 
 
-def _metric_table(chosen: Callable[[str], bool]) -> str:
+def _families(prefix: str) -> list[Metric]:
+    return [one for one in _exposed() if one.name.startswith(prefix) and not one.name.endswith("_created")]
+
+
+def _suffix(family: Metric) -> str:
+    return str(re.split("[:_]", family.name, maxsplit=1)[1])
+
+
+def _metric_name(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
+
+
+def _metric_table(families: Iterable[Metric]) -> str:
+    """A table of metrics, without the labels that every metric of vLLM has."""
     rows = []
-    for family in _families():
-        if not chosen(family.name) or family.name.endswith("_created"):
-            continue
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        shown = ", ".join(f"`{label}`" for label in labels) or "–"
-        rows.append((f"`{name}`", family.type, shown, escape(family.documentation)))
-    return table("name", "type", "labels", "meaning", rows=rows)
+    for family in families:
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        if family.name.startswith("vllm:"):
+            labels -= {"engine", "model_name"}
+        by = f" by {_listed(sorted(labels))}" if labels else ""
+        rows.append((f"`{_metric_name(family)}`", f"{family.type}{by}", escape(family.documentation)))
+    return table("name", "type, labels", "meaning", rows=rows)
 
 
 # Models

@@ -449,7 +449,9 @@ def test_accepted_conversations_render_as_in_transformers(kind: str) -> None:
     assert compared >= 5
 
 
-def random_conversation(seed: int, kinds: str = "uuaacccst", call_texts: bool = True) -> tuple[list[Message], list[str]]:
+def random_conversation(
+    seed: int, kinds: str = "uuaacccst", call_texts: bool = True
+) -> tuple[list[Message], list[str]]:
     """Messages in any order, and the texts, names and values that a prompt of them must show."""
     r = random.Random(seed)
     texts: list[str] = []

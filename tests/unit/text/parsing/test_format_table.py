@@ -1,6 +1,6 @@
 """Every call format against one table: complete, cut, incomplete and unknown calls, with text around, in random pieces.
 
-A row is one call of `run` as its source documents it. JSON stands for the arguments as JSON, RAW for the command without quotes,
+A row is one call of `run` as its source documents it. JSON means the arguments as JSON, RAW for the command without quotes,
 PYTHON for it as a Python literal. The oracle of each test is the row: a parser may omit what is not certain, and invents nothing.
 """
 
