@@ -115,7 +115,7 @@ def test_limits_and_defaults_of_fields():
         "| `temperature` | number 0–100; the model's `sampling_defaults` |",
         "| `top_p` | number > 0, ≤ 1; the model's `sampling_defaults` |",
         "| `messages` | array (1–16,384) of [ChatMessage](#chatmessage); required |",
-        "| `stop` | string or array (≤ 16) of strings (1–256); none |",
+        "| `stop` | string or array (≤ 64) of strings (1–256); none |",
         '| `truncation_side` | `"left"`, `"right"`; `left` |',
         '| `rope_update` | `"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject); the server\'s',
         "| `tokens` | array (≤ 2,097,152) of integers ≥ 0; required |",
@@ -180,9 +180,10 @@ def test_links_of_options_belong_to_options(generator):
     assert set(generator._LINKS) <= set(OPTIONS)
 
 
-# Options of llama.cpp, Docker Compose, vLLM's load test, lm-eval and benchmarks/.
+# Options of llama.cpp, Docker Compose, vLLM's load test, lm-eval, benchmarks/ and coding agents.
 OTHER_PROGRAMS = {"--reranking", "--force-recreate", "--save-result", "--backend", "--apply_chat_template", "--shapes"}
 OTHER_PROGRAMS |= {"--enable-prompt-tokens-details", "--goodput", "--ignore-eos", "--metrics"}
+OTHER_PROGRAMS |= {"--bare", "--exclude-dynamic-system-prompt-sections", "--title", "--tools", "--yolo"}
 
 
 def flags_of(command: Command) -> set[str]:
