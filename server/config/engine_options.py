@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -16,6 +15,7 @@ from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, MAX_STEPS, ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
 from windlass.server.config.option import (
     MEMORY,
     SCALING_EXAMPLE,
@@ -225,21 +225,23 @@ class EngineOptions:
         default=None,
         sets="rotary.scaling",
         main=True,
-        help=f"Rotary scaling in Hugging Face's format: '{SCALING_EXAMPLE}'; or the name of a profile; or auto: the smallest "
-        f"scaling that the length of each request needs. {_THRESHOLDS_EXAMPLE} sets the lengths, in tokens, up to which "
-        "auto uses a profile, or none; without auto, only for requests that ask for auto. Default: the model's own.",
+        help=f"Rotary scaling, such as 'yarn 4', or in Hugging Face's format '{SCALING_EXAMPLE}'; or the name of a profile; "
+        f"or auto: the smallest scaling that the length of each request needs. {_THRESHOLDS_EXAMPLE} sets the lengths, in "
+        "tokens, up to which auto uses a profile, or none; without auto, only for requests that ask for auto. Default: the "
+        "model's own.",
     )
     rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
             form=f"a mapping of names to scalings such as {SCALING_EXAMPLE}",
             read=_read_profiles,
-            metavar="NAME=JSON",
+            metavar="NAME=SCALING",
             parameter=list[str],
         ),
         default=None,
         main=True,
         in_llm=True,
-        help="A scaling that requests may use by its name; repeatable. The variable may also hold a JSON object of several: "
+        help="A scaling that requests may use by its name, such as 'long=yarn 4' or with JSON; repeatable. The variable may also "
+        "hold a JSON object of several: "
         f"'{{\"long\": {SCALING_EXAMPLE}}}'.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
@@ -384,10 +386,16 @@ class EngineOptions:
         if given is None or given.lstrip().startswith(("{", "[")) or not {",", "="} & set(given):
             return given, []
         parts = split([given])
-        return (None, parts) if parts and "=" in parts[0] else (parts[0] if parts else "", parts[1:])
+        if not parts or "=" not in parts[0].split()[0]:
+            # A list in the short form has commas too.
+            return (given, []) if "[" in given else (parts[0] if parts else "", parts[1:])
+        return None, parts
 
     def parse_rope_scaling(self) -> RopeScaling | None:
-        """The scaling of JSON, a profile's name or "auto". Raises LoadError, or RequestError that names the field at fault."""
+        """The scaling of a profile's name, "auto", the short form or JSON.
+
+        Raises LoadError, or RequestError that names the field at fault.
+        """
         given, _ = self._scaling_parts()
         if given is None:
             return None
@@ -400,18 +408,12 @@ class EngineOptions:
             raise LoadError(
                 f"`rope_scaling={given}`: no `rope_profile` has this name: write '{SCALING_EXAMPLE}' or declare the profile"
             )
-        try:
-            parsed = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise LoadError(f"`rope_scaling` is not valid JSON ({error}): write '{SCALING_EXAMPLE}'") from error
-        if not isinstance(parsed, dict):
-            raise LoadError(f"`rope_scaling` must be a JSON object: write '{SCALING_EXAMPLE}'")
-        return RopeScaling.from_dict(parsed, param="`rope_scaling`")
+        return parse_scaling(given, param="`rope_scaling`")
 
     def is_profile_reference(self) -> bool:
-        """Whether `rope_scaling` is a name rather than JSON."""
+        """Whether `rope_scaling` is a name rather than a scaling."""
         given, _ = self._scaling_parts()
-        return given is not None and is_profile_name(given)
+        return given is not None and is_profile_name(given) and not names_kind(given)
 
     def profiles(self) -> dict[str, RopeScaling]:
         """The declared profiles. Raises LoadError, or RequestError that names the field at fault."""

@@ -8,7 +8,7 @@ const MOST = 256; // tokens, as the server takes
 const START = "The cat sat on the mat, and the dog lay by the door. When the rain began, the cat went in and the dog went in after it.";
 
 export class Attention extends Component {
-  state = { text: START, layer: 0, head: 0, picks: [SERVERS_OWN, startOf("linear")], maps: null, texts: [], error: null, note: null, busy: false };
+  state = { text: START, layer: 0, head: 0, picks: [SERVERS_OWN, startOf("linear", this.props.scalings.kinds)], maps: null, texts: [], error: null, note: null, busy: false };
 
   componentWillUnmount() {
     this.running?.abort();
@@ -43,7 +43,7 @@ export class Attention extends Component {
     if (Number.isInteger(value) && value >= 0 && (most === undefined || value <= most)) this.setState({ [name]: value });
   };
 
-  render({ profiles }, { text, layer, head, picks, maps, texts, error, note, busy }) {
+  render({ scalings, attentionMaps }, { text, layer, head, picks, maps, texts, error, note, busy }) {
     const [layers, heads] = [maps?.[0].num_layers, maps?.[0].num_heads];
     const pick = (index) => (value) => this.setState({ picks: picks.map((one, at) => (at === index ? value : one)) });
     return html`<main class="room wide">
@@ -55,8 +55,8 @@ export class Attention extends Component {
           <label>Head${heads ? ` of ${heads}` : ""}, from 0 <input type="number" min="0" max=${heads && heads - 1} value=${head} onInput=${this.number("head", heads && heads - 1)} /></label>
         </div>
         <div class="pair">
-          <${ScalingPicker} label="Left" value=${picks[0]} profiles=${profiles} onChange=${pick(0)} />
-          <${ScalingPicker} label="Right" value=${picks[1]} profiles=${profiles} onChange=${pick(1)} />
+          <${ScalingPicker} label="Left" value=${picks[0]} scalings=${scalings} onChange=${pick(0)} />
+          <${ScalingPicker} label="Right" value=${picks[1]} scalings=${scalings} onChange=${pick(1)} />
         </div>
         <div class="tools"><button class="primary" disabled=${busy || !text.trim()}>Show the attention</button>
           <span class="note">The engine reads the text once for each map; other requests wait meanwhile.</span></div>

@@ -110,7 +110,7 @@ export class Completion extends Component {
     this.list.current.querySelectorAll(".token")[index + step]?.focus();
   };
 
-  render({ profiles }, { prompt, settings, picked, tokens, looked, busy, error, facts }) {
+  render({ scalings }, { prompt, settings, picked, tokens, looked, busy, error, facts }) {
     return html`<main class="room" onKeyDown=${this.keys}>
       <form class="ask" onSubmit=${this.run}>
         <label>Text to continue
@@ -118,7 +118,7 @@ export class Completion extends Component {
         </label>
         <details class="settings"><summary>Settings and rotary scaling (${nameOf(picked)})</summary>
           <${NumberFields} values=${settings} onChange=${(values) => this.setState({ settings: values })} />
-          <${ScalingPicker} label="Rotary scaling" value=${picked} profiles=${profiles} onChange=${(value) => this.setState({ picked: value })} />
+          <${ScalingPicker} label="Rotary scaling" value=${picked} scalings=${scalings} onChange=${(value) => this.setState({ picked: value })} />
         </details>
         <div class="tools">
           ${busy

@@ -10,7 +10,8 @@ const NUMBERS = [
   ["seed", "Seed", "random", "1"],
 ];
 
-export const EMPTY = { system: "", scaling: "" };
+export const EMPTY = { system: "" };
+export const SETTING_NAMES = ["system", ...NUMBERS.map(([name]) => name)];
 
 // Throws an Error that a person understands where a field cannot be sent.
 export function fields(settings) {
@@ -23,18 +24,6 @@ export function fields(settings) {
     body[name] = value;
   }
   return body;
-}
-
-// A scaling as it is written: empty for the server's own, a name, or a JSON object.
-export function scaling(written) {
-  const text = written.trim();
-  if (text === "") return {};
-  if (!text.startsWith("{")) return { rope_scaling: text };
-  try {
-    return { rope_scaling: JSON.parse(text) };
-  } catch {
-    throw new Error('The rotary scaling is no JSON. An example: {"rope_type": "yarn", "factor": 4}');
-  }
 }
 
 const LONGEST_ANSWER = "4096"; // for models that never end an answer

@@ -2,7 +2,7 @@
 import { ApiError, postJson } from "./api.js";
 import { Lines } from "./charts.js";
 import { Component, html } from "./html.js";
-import { fieldOf, KINDS, nameOf, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
+import { fieldOf, nameOf, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
 
 const MOST = 4096; // tokens
 const FIRST = 128; // those of the shortest request; each one after it is twice as long
@@ -30,9 +30,6 @@ function bins(logprobs, from, to) {
   }
   return points;
 }
-
-// Kinds with a factor, as quick additions.
-const QUICK = Object.keys(KINDS).filter((kind) => kind !== "default");
 
 // chosen: what is compared beside the server's own and the sliders' scaling, each of which has a box of its own.
 export class Sweep extends Component {
@@ -91,10 +88,10 @@ export class Sweep extends Component {
     if (this.running === running) this.setState({ busy: false });
   };
 
-  chooser({ picked, profiles }, { own, sliders, chosen, busy }) {
+  chooser({ picked, scalings: { kinds, profiles } }, { own, sliders, chosen, busy }) {
     const check = (name, checked, onChange) => html`<label class="check"><input type="checkbox" checked=${checked} disabled=${busy} onChange=${onChange} /> ${name}</label>`;
     const factor = picked.fields.factor ?? 4;
-    const quick = (kind) => ({ ...startOf(kind), fields: { ...startOf(kind).fields, factor } });
+    const quick = (kind) => ({ ...startOf(kind, kinds), fields: { ...startOf(kind, kinds).fields, factor } });
     const full = this.picks().length >= MOST_SCALINGS;
     const button = (name, one) => html`<button type="button" disabled=${busy || full} onClick=${() => this.add(one)}>${name}</button>`;
     const names = named(chosen);
@@ -108,7 +105,7 @@ export class Sweep extends Component {
       </div>
       <div class="tools"><span class="facts">Add</span>
         ${button("The sliders' as it is now", picked)}
-        ${QUICK.map((kind) => button(named([quick(kind)])[0], quick(kind)))}
+        ${Object.keys(kinds).filter((kind) => kinds[kind].factor).map((kind) => button(named([quick(kind)])[0], quick(kind)))}
         ${button("No scaling", startOf("default"))}
         ${profiles.map((name) => button(`Profile ${name}`, startOf(`profile:${name}`)))}
       </div>
@@ -154,7 +151,7 @@ function keyOf(picked) {
 
 // A name for each, with its fields where two would have the same.
 function named(picks) {
-  const names = picks.map((picked) => (picked.kind === "json" ? kindOf(picked) : nameOf(picked).replace(/ \([^)]*\)/, "")));
+  const names = picks.map((picked) => (picked.kind === "text" ? kindOf(picked) : nameOf(picked).replace(/ \([^)]*\)/, "")));
   return names.map((name, index) => (names.indexOf(name) === names.lastIndexOf(name) ? name : `${name} ${keyOf(picks[index])}`));
 }
 

@@ -156,8 +156,8 @@ def test_escape_ends_a_completion_and_errors_are_shown(browser: Browser, live: L
     live.wait(lambda: len(live.engine.aborted) == 1)
     expect(page.get_by_role("button", name="Continue the text")).to_be_visible()
     page.get_by_text("Settings and rotary scaling").click()
-    page.get_by_label("Kind").select_option("json")
-    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "facto": 4}')
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_role("textbox", name="Scaling").fill('{"rope_type": "yarn", "facto": 4}')
     page.get_by_role("button", name="Continue the text").click()
     expect(page.get_by_role("alert")).to_contain_text("facto")
     seen.complaints.clear()  # of the browser about the 400
@@ -226,7 +226,7 @@ def test_scaling_is_passed_to_the_chat(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Rotary")
     page = seen.page
     page.get_by_role("button", name="Compare in the chat").click()
-    expect(page.get_by_label("Right: rotary scaling")).to_have_value(re.compile(r'"yarn"'))
+    expect(page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind")).to_have_value("yarn")
     seen.ask("hello")
     expect(page.locator(".message.assistant .facts")).to_have_count(2)
     assert {request.rope_scaling for request in live.engine.requests} == {None, RopeScaling.from_dict(YARN)}
@@ -288,8 +288,8 @@ def test_sweep_compares_selected_scalings_and_stops(browser: Browser, live: Live
     # At most six are compared. A refused one is named.
     panel.get_by_label("the server's own").check()
     expect(panel.get_by_role("button", name="No scaling")).to_be_disabled()
-    page.get_by_label("Kind").select_option("json")
-    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "factr": 4}')
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_role("textbox", name="Scaling").fill('{"rope_type": "yarn", "factr": 4}')
     panel.get_by_role("button", name="Run the sweep").click()
     expect(panel.get_by_role("alert")).to_contain_text(re.compile("^yarn: .*factr"))
     page.get_by_label("Kind").select_option("linear")
