@@ -14,9 +14,8 @@ MAX_CHARACTERS = 65_536
 
 
 def names_kind(text: str) -> bool:
-    """Whether a text is a scaling rather than a name: a JSON object, or several words, or a kind."""
-    words = text.split(None, 1)
-    return text.lstrip().startswith("{") or len(words) != 1 or words[0] in KNOWN
+    """Whether a text is a scaling rather than a profile's name: a JSON object, or words that begin with a kind."""
+    return text.lstrip().startswith("{") or (text.split(None, 1) or [""])[0] in KNOWN
 
 
 def parse_scaling(text: str, *, param: str = "rope_scaling") -> RopeScaling:

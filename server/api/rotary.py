@@ -241,7 +241,7 @@ def _kinds(base: RotaryBase) -> dict[str, dict[str, list[float]]]:
             "low_freq_factor": [0.5, 8.0, 1.0],
             "high_freq_factor": [1.0, 32.0, 4.0],
         },
-        "dual_chunk": {"chunk_size": [max(2.0, trained // 8), trained, max(2.0, trained * 3 // 4)]},
+        "dual_chunk": {},
         "self_extend": {"group_size": [2.0, 64.0, 4.0], "window": [1.0, trained, max(1.0, trained // 4)]},
         "rerope": {"window": [1.0, trained, max(1.0, trained // 2)]},
         "log_n": {},

@@ -365,7 +365,7 @@ _SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
 def _parse_rope(text: str) -> dict[str, Any] | str:
     """The scaling of `yarn 4 beta_fast=16`, a JSON object, or a profile's name, which the server checks."""
-    if not names_kind(text):
+    if not names_kind(text) and len(text.split()) == 1:
         return text
     try:
         return parse_scaling(text).to_dict()

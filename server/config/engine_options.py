@@ -386,7 +386,7 @@ class EngineOptions:
         if given is None or given.lstrip().startswith(("{", "[")) or not {",", "="} & set(given):
             return given, []
         parts = split([given])
-        if not parts or "=" not in parts[0].split()[0]:
+        if not parts or "=" not in parts[0] or names_kind(parts[0]):
             # A list in the short form has commas too.
             return (given, []) if "[" in given else (parts[0] if parts else "", parts[1:])
         return None, parts

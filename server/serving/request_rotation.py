@@ -183,9 +183,9 @@ def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScali
         return profiles[value]
     if names_kind(value):
         return parse_scaling(value)
+    meant = did_you_mean((value.split() or [""])[0], [*profiles, *KNOWN])
     raise RequestError(
-        f"rope_scaling: there is no profile {value[:64]!r} on this server{did_you_mean(value, [*profiles, *KNOWN])}: "
-        f"{_list_profiles(profiles)}",
+        f"rope_scaling: there is no profile {value[:64]!r} on this server{meant}: {_list_profiles(profiles)}",
         "rope_scaling",
         "unknown_profile",
     )

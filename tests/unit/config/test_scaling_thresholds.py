@@ -27,6 +27,11 @@ def test_thresholds_follow_auto() -> None:
     assert thresholds("8192=none,32768=long") == expected
     options = EngineOptions(rope_scaling="long,8192=none", rope_profile=PROFILES)  # type: ignore[arg-type]
     assert (options.parse_rope_scaling(), options.scaling_thresholds()) == (LONG, expected[:1])
+    for value in ("yarn 4,8192=none", "yarn factor=4,8192=none"):
+        options = EngineOptions(rope_scaling=value)
+        assert (options.parse_rope_scaling(), options.scaling_thresholds()) == (LONG, expected[:1])
+    lists = EngineOptions(rope_scaling="longrope short_factor=[1,2] long_factor=[2,3]")
+    assert lists.scaling_thresholds() == () and lists.parse_rope_scaling().get("long_factor") == (2, 3)
     assert thresholds(None) == thresholds("auto", {}) == thresholds("auto,") == ()
 
 
