@@ -98,6 +98,7 @@ class ScriptedEngine:
     """
 
     reply: list[int] = field(default_factory=lambda: [65, 66, 67])
+    reply_to: Callable[[EngineRequest], list[int]] | None = None  # a reply per request, which then ends
     delay: float = 0.0
     first_delay: float = 0.0
     held: bool = False
@@ -177,6 +178,10 @@ class ScriptedEngine:
             prompt_logprobs = (None, *rest)
         live = list(range(sampling.n))
         made = 0
+        reply, eos_after = self.reply, self.eos_after
+        if self.reply_to is not None:
+            reply = self.reply_to(request)
+            eos_after = len(reply)
         while live:
             if self.delay:
                 await asyncio.sleep(self.delay)
@@ -185,11 +190,11 @@ class ScriptedEngine:
             if self.fail_after is not None and made >= self.fail_after[0]:
                 raise self.fail_after[1]
             count = min(self.tokens_per_output, sampling.max_tokens - made)
-            tokens = [self.reply[(made + i) % len(self.reply)] for i in range(count)]
+            tokens = [reply[(made + i) % len(reply)] for i in range(count)]
             stop_id = None
             for position, token in enumerate(tokens):
                 index = made + position
-                if self.eos_after is not None and index >= self.eos_after and not sampling.ignore_eos:
+                if eos_after is not None and index >= eos_after and not sampling.ignore_eos:
                     token = tokens[position] = self.info.eos_token_ids[0] if self.info else 0
                     stop_id = token
                 if token in sampling.stop_token_ids and index >= sampling.min_tokens:
