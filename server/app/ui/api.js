@@ -17,9 +17,11 @@ export function keepKey(key) {
 export const url = (path) => new URL(path, ROOT).href;
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
-// The page cannot set the server's options.
-const withAdvice = (message) =>
-  /(^|[\s(`])--[a-z]/.test(message) ? `${message}. (Only the operator can change an option such as ${/--[a-z-]+/.exec(message)[0]}: the server must be restarted with it.)` : message;
+// The message of an error. The page cannot set the options of the server that some name.
+export function advised(message) {
+  const option = /(?:^|[\s(`])(--[a-z][a-z-]*)/.exec(message)?.[1];
+  return option ? `${message} (${option} is an option of the server: only its operator can set it, at the next start.)` : message;
+}
 
 async function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
@@ -27,7 +29,7 @@ async function call(path, options = {}) {
   const response = await fetch(url(path), { ...options, headers });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ApiError(response.status, withAdvice(body?.error?.message ?? `the server answered ${response.status}`));
+  throw new ApiError(response.status, advised(body?.error?.message ?? `the server answered ${response.status}`));
 }
 
 export async function getJson(path) {
@@ -60,7 +62,7 @@ export async function* stream(path, body, signal) {
         const data = line.slice(6);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(200, withAdvice(chunk.error.message));
+        if (chunk.error) throw new ApiError(200, advised(chunk.error.message));
         yield chunk;
       }
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.browser import Seen
+from helpers.browser import Seen, violations
 from helpers.live_server import Live, live_server
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -267,3 +267,32 @@ def test_shortcuts_and_their_sheet(seen: Seen, live: Live) -> None:
     expect(page.locator(".message")).to_have_count(0)
     page.keyboard.type("n?")  # text, in the focused field
     expect(page.get_by_label("Message", exact=True)).to_have_value("n?")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_part_of_the_chat_is_accessible(
+    browser: Browser, live: Live, width: int, scheme: str, tmp_path: Path
+) -> None:
+    code = "\n\n```python\n# why\n@wraps\ndef f(x: int = 1): return f'{x}' + \"s\"\n```\n"
+    texts = {True: f"Paris.{code}", False: f"Lyon, `or` **not**.{code}"}
+    live.engine.reply_to = lambda request: live.tokenizer.encode(
+        texts[request.rope_scaling is None], add_special_tokens=False
+    )
+    seen = Seen(browser, live, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    page = seen.page
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("yarn")
+    ask(seen, "Where? " * 12, 2)
+    expect(page.locator(".hl-keyword")).to_have_count(4)
+    (tmp_path / "notes.txt").write_text("text")
+    page.get_by_label("Text files").set_input_files([tmp_path / "notes.txt"])
+    if width < 1000:
+        page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Rename").click()
+    assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.get_by_role("button", name="Keyboard shortcuts").click()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    seen.done()
