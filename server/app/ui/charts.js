@@ -202,10 +202,10 @@ export class HeatMap extends Component {
       <figcaption>${title}</figcaption>
       <div class=${names ? "map named" : "map"} data-square=${square ? "yes" : undefined}>
         <span class="axis y">${yTitle}</span>
-        ${names && html`<${Labels} names=${names} axis="rows" />`}
+        ${names && html`<${Labels} names=${names} axis="down" />`}
         <canvas ref=${this.canvas} tabindex="0" role="img" aria-label=${`${title}. ${describe(...at)}. Arrow keys move.`}
           onPointerMove=${this.point} onPointerDown=${this.point} onKeyDown=${this.keys}></canvas>
-        ${names && html`<${Labels} names=${names} axis="columns" />`}
+        ${names && html`<${Labels} names=${names} axis="across" />`}
         <span class="axis x">${xTitle}</span>
       </div>
       <p class="reading">${describe(...at)}</p>

@@ -21,6 +21,8 @@ export async function firstDifference(model, answers) {
     const token = index < ids.length ? texts[index] : "";
     // Thinking, or a character of several tokens: the texts of the tokens are not those of the answer.
     const at = content.startsWith(before + token) ? before.length : common;
-    return { at, length: content.startsWith(token, at) ? token.length : 1, number: index + 1, token };
+    const found = content.startsWith(token, at) && token.trim() !== "";
+    const space = found ? token.length - token.trimStart().length : 0;
+    return { at: at + space, length: found ? token.length - space : 1, number: index + 1, token: token.trim() || token };
   }));
 }

@@ -312,7 +312,7 @@ def test_attention_under_two_scalings(browser: Browser, live: Live) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     expect(page.locator(".reading").nth(1)).to_contain_text("does not see")
-    labels = page.locator(".labels.rows").first.locator("span")
+    labels = page.locator(".labels.down").first.locator("span")
     assert labels.all_inner_texts() == [live.tokenizer.token_text(i).strip() or "␣" for i in left.token_ids]
     score = table(page, "Mean score by distance")
     assert numbers(score["long"]) == [-back for back in range(len(left.token_ids))]
