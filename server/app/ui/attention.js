@@ -61,7 +61,7 @@ export class Attention extends Component {
           <${ScalingPicker} label="Right" value=${picks[1]} scalings=${scalings} onChange=${pick(1)} />
         </div>
         <div class="tools"><button class="primary" disabled=${busy || attentionMaps === false || !text.trim()}>Show the attention</button>
-          <span class="note">The engine reads the text once for each map; other requests wait meanwhile.</span></div>
+          <span class="note">The engine computes the text once for each map. Other requests wait meanwhile.</span></div>
       </form>
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${note && html`<p class="note">${note}</p>`}

@@ -1,4 +1,4 @@
-// The completion room: a text that the model continues, token by token, with what it might have said instead.
+// The completion tab: a text that the model continues token by token, with the most likely alternatives.
 import { ApiError, postJson, stream } from "./api.js";
 import { Component, createRef, html } from "./html.js";
 import { fieldOf, nameOf, ScalingPicker, SERVERS_OWN } from "./scaling.js";

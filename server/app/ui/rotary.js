@@ -1,4 +1,4 @@
-// The rotary room: what the model rotates by, and what a scaling makes of it. The server computes every number that is shown.
+// The rotary tab: the model's frequencies, and the effect of a scaling on them. The server computes all numbers.
 import { ApiError, getJson, postJson } from "./api.js";
 import { exact, HeatMap, Lines, short } from "./charts.js";
 import { Component, html } from "./html.js";
@@ -74,17 +74,17 @@ export class Rotary extends Component {
   };
 
   render({ model, longest, scalings, onCompare, onLocked }, { settings, picked, length, own, scaled, error, busy }) {
-    if (!settings) return html`<main class="room">${error ? html`<p class="error" role="alert">${error} <button type="button" onClick=${this.load}>Try again</button></p>` : html`<p class="note">Asking the server…</p>`}</main>`;
+    if (!settings) return html`<main class="room">${error ? html`<p class="error" role="alert">${error} <button type="button" onClick=${this.load}>Try again</button></p>` : html`<p class="note">Waiting for the server…</p>`}</main>`;
     const trained = settings.model.original_max_position_embeddings;
     return html`<main class="room wide">
-      <section class="panel controls" aria-label="What is looked at">
-        <${ScalingPicker} label="Scaling to look at" value=${picked} scalings=${scalings} onChange=${(value) => this.change({ picked: value })} />
+      <section class="panel controls" aria-label="Scaling and length">
+        <${ScalingPicker} label="Scaling" value=${picked} scalings=${scalings} onChange=${(value) => this.change({ picked: value })} />
         <label class="narrow">Length of the request, in tokens
           <input type="number" min="1" max=${2 ** 31 - 1} value=${length} onInput=${(event) => {
             const wanted = Number(event.currentTarget.value);
             if (Number.isInteger(wanted) && wanted >= 1) this.change({ length: Math.min(wanted, 2 ** 31 - 1) });
           }} /></label>
-        <p class="note">It matters to kinds whose frequencies follow the length, and is how far the charts go.</p>
+        <p class="note">It matters to kinds whose frequencies depend on the length, and is the end of the charts.</p>
         ${error && html`<p class="error" role="alert">${error}</p>`}
       </section>
       ${scaled && html`<div class="stack" aria-busy=${String(busy)}>

@@ -1,4 +1,4 @@
-// What a request is sent with besides its messages: fields of a form, and from them the fields of a body.
+// Settings of a request: fields of a form, and from them the fields of a body.
 import { html } from "./html.js";
 
 const NUMBERS = [
@@ -53,6 +53,6 @@ export function Settings({ values, recommended, onChange }) {
       <textarea rows="2" value=${values.system} onInput=${set("system")} placeholder="None: the chat template's own"></textarea>
     </label>
     <${NumberFields} values=${values} onChange=${onChange} />
-    <p class="note">${recommended && "It begins with what the model's authors recommend. "}What is left empty is as the server has it.</p>
+    <p class="note">${recommended && "The first values are those that the model's authors recommend. "}Empty fields have the server's defaults.</p>
   </details>`;
 }

@@ -355,7 +355,7 @@ def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
     expect(figures.filter(has_text="Waiting")).to_contain_text("2")
     expect(figures.filter(has_text="Prompt tokens found")).to_contain_text("2 of 8 (25 %)")
     expect(figures.filter(has_text="Blocks in use")).to_contain_text("2 of 64")
-    expect(page.get_by_role("img", name="1 held by one request, 1 by several, 1 kept, of 64")).to_be_visible()
+    expect(page.get_by_role("img", name="1 used by one request, 1 by several, 1 cached, of 64")).to_be_visible()
     colours = page.evaluate(PIXELS)
     assert colours[0] == colours[1] and len(set(colours)) == 3  # held twice, cached, free
     live.engine.engine_stats = live.engine.engine_stats.__class__(num_running=7)
@@ -363,7 +363,7 @@ def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
     page.get_by_role("button", name="Pause").click()
     assert all("willReadFrequently" in line for line in seen.complaints)  # because this test reads the canvas
     seen.complaints.clear()
-    seen.done(page.get_by_role("button", name="Go on"))
+    seen.done(page.get_by_role("button", name="Resume"))
 
 
 # ---- all tabs -----------------------------------------------------------------------------------------------------
