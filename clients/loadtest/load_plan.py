@@ -122,7 +122,8 @@ class WeightedScaling:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            if re.fullmatch(r"[A-Za-z0-9][\w.-]*(\s.*)?", text):  # a profile or a short form, which the server reads
+            # The name of a profile, or a short form, which the server reads.
+            if re.fullmatch(r"[A-Za-z0-9][\w.-]*(\s+([0-9.]+|[a-z_]+=\S+))*", text):
                 return cls(text, weight)
             raise LoadTestError(f"--rope-scaling is not valid JSON ({error}): write {_SCALING_FORMS}") from None
         if value is not None and not isinstance(value, dict):

@@ -25,7 +25,7 @@ def parse_scaling(text: str, *, param: str = "rope_scaling") -> RopeScaling:
     """
     if len(text) > MAX_CHARACTERS:
         raise invalid(param, f"has {len(text)} characters: write at most {MAX_CHARACTERS}")
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith(("{", "[")):
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
