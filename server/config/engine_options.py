@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -56,9 +57,14 @@ def _read_profiles(value: Any) -> list[str]:
     if not isinstance(value, Mapping):
         return list(map(str, value))
     for scaling in value.values():
-        if not isinstance(scaling, Mapping):
-            raise UnusableValue(f"needs a mapping such as {SCALING_EXAMPLE} for each name, got {scaling!r:.80}")
-    return [f"{name}={json_text(scaling, SCALING_EXAMPLE)}" for name, scaling in value.items()]
+        if not isinstance(scaling, Mapping | str):
+            raise UnusableValue(
+                f"needs a scaling such as 'yarn 4' or {SCALING_EXAMPLE} for each name, got {scaling!r:.80}"
+            )
+    return [
+        json.dumps({name: scaling}) if isinstance(scaling, str) else f"{name}={json_text(scaling, SCALING_EXAMPLE)}"
+        for name, scaling in value.items()
+    ]
 
 
 def _read_milliseconds(value: Any) -> float:
@@ -221,7 +227,10 @@ class EngineOptions:
         help="On a GPU: main memory for blocks that the cache evicts, copied back when a prompt needs them. Default: none.",
     )
     rope_scaling: str | None = Panel.ROTARY.option(
-        json_object(SCALING_EXAMPLE, f"a mapping such as {SCALING_EXAMPLE}, the name of a profile, or auto"),
+        json_object(
+            SCALING_EXAMPLE,
+            f"a mapping such as {SCALING_EXAMPLE}, a text such as 'yarn 4', the name of a profile, or auto",
+        ),
         default=None,
         sets="rotary.scaling",
         main=True,
@@ -232,7 +241,7 @@ class EngineOptions:
     )
     rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
-            form=f"a mapping of names to scalings such as {SCALING_EXAMPLE}",
+            form=f"a mapping of names to scalings such as 'yarn 4' or {SCALING_EXAMPLE}",
             read=_read_profiles,
             metavar="NAME=SCALING",
             parameter=list[str],
