@@ -80,7 +80,7 @@ class RotarySettings(ResponseModel):
     """Response of /v1/rotary. profiles: scalings by name. policy: what requests may set: allow, profiles or off.
 
     rope_update: default of requests; None: that of each kind. rope_exact: whether requests may set `exact`. auto: the choices of
-    `rope_scaling="auto"`.
+    `rope_scaling="auto"`. kinds: supported kinds with the lowest and highest useful value and a start of each field.
     """
 
     model: dict[str, Any]
@@ -91,6 +91,7 @@ class RotarySettings(ResponseModel):
     rope_exact: bool | None = None
     max_model_len: int | None = None
     auto: dict[str, Any] | None = None
+    kinds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,6 +453,7 @@ class Model(ResponseModel):
     quantization: str | None = None
     sampling_defaults: dict[str, float] | None = None
     recommended_sampling: dict[str, float] | None = None
+    attention_maps: bool | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
     rotary_auto: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ MAX_REQUESTS = 10_000_000  # more than one generator can send; beyond it a misty
 
 _DISTRIBUTIONS = ("uniform", "normal", "lognormal")
 _LENGTH_FORMS = "128, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD"
-_SCALING_FORMS = '\'{"rope_type": "yarn", "factor": 4}\', the name of a profile, or null'
+_SCALING_FORMS = '\'{"rope_type": "yarn", "factor": 4}\', "yarn 4", the name of a profile, or null'
 _TRACE_ALIASES = {
     "input_length": "input_len",
     "input_tokens": "input_len",
@@ -108,7 +108,7 @@ class WeightedScaling:
 
     @classmethod
     def parse(cls, text: str) -> WeightedScaling:
-        """Parse "JSON", "NAME" or "null", optionally after "WEIGHT@". Raises LoadTestError."""
+        """Parse "JSON", "NAME", "KIND FACTOR" or "null", optionally after "WEIGHT@". Raises LoadTestError."""
         weight = 1.0
         if match := re.match(r"\s*([0-9.eE+-]+)@", text):
             try:
@@ -122,7 +122,8 @@ class WeightedScaling:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            if re.fullmatch(r"[A-Za-z0-9][\w.-]*", text):
+            # The name of a profile, or a short form, which the server reads.
+            if re.fullmatch(r"[A-Za-z0-9][\w.-]*(\s+([0-9.]+|[a-z_]+=\S+))*", text):
                 return cls(text, weight)
             raise LoadTestError(f"--rope-scaling is not valid JSON ({error}): write {_SCALING_FORMS}") from None
         if value is not None and not isinstance(value, dict):

@@ -194,6 +194,7 @@ class Model(StrictModel):
     recommended_sampling: dict[str, float] | None = Field(
         description="Values of `sampling_defaults` that the model's authors recommend. Null: none."
     )
+    attention_maps: bool = Field(description="Whether `/v1/attention` is enabled (`--attention-maps`).")
     context: ContextSettings = Field(description="Context rules of requests that do not set them.")
     rotary: ModelRotary | None = Field(
         description="Rotary scaling of requests that set none. Null until the model has loaded, and for a model "
@@ -304,6 +305,7 @@ async def model_object(state: ServerState) -> dict[str, Any]:
     draft = None if info is None else info.draft_model
     fields["draft_model"] = None if draft is None else ModelDraft.model_validate(draft, from_attributes=True)
     fields["sampling_defaults"] = asdict(state.settings.sampling)
+    fields["attention_maps"] = state.settings.attention_maps
     fields["recommended_sampling"] = dict(state.settings.recommended_sampling) or None
     fields["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS

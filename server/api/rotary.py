@@ -10,7 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.rotary.frequencies import wavelength
-from windlass.engine.rotary.rope_scaling import RotaryGroup, RotarySpec
+from windlass.engine.rotary.rope_scaling import (
+    DISTANCE_KINDS,
+    RotaryBase,
+    RotaryGroup,
+    RotarySpec,
+    main_group,
+    runnable_kinds,
+)
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
 from windlass.server.api.models import ModelRotary, RotaryLadderShown
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation, json_response
@@ -62,6 +69,10 @@ class RotarySettings(StrictModel):
     max_model_len: int = Field(description="Context length in tokens.")
     auto: RotaryLadderShown | None = Field(
         description="Scalings that `rope_scaling: auto` chooses from. Null: this model cannot be scaled."
+    )
+    kinds: dict[str, dict[str, list[float]]] = Field(
+        description="Kinds of scaling that this model supports, with a useful range of each field: the lowest value, the "
+        "highest and a start. Fields with lists and seldom used fields are not listed."
     )
 
 
@@ -157,6 +168,7 @@ async def rotary(request: Request) -> Response:
         "rope_exact": settings.rope_exact,
         "max_model_len": info.max_model_len,
         "auto": auto_scaling_object(info),
+        "kinds": _kinds(main_group(info.rotary_groups).base),
     }
     return Response(to_json(answer), media_type="application/json")
 
@@ -215,6 +227,28 @@ async def curves(request: Request) -> Response:
         raise bad_request(f"group: this model has {' and '.join(names)}, not {body.group!r}", "group", "invalid_value")
     group = names.index(body.group) if body.group is not None else 0
     return json_response(await state.text.run_in_thread(_curves, plan, length, group, body.positions, body.distances))
+
+
+def _kinds(base: RotaryBase) -> dict[str, dict[str, list[float]]]:
+    """The kinds that a group supports, with a useful range of each field: lowest, highest, start."""
+    factor, trained = [1.0, 64.0, 4.0], float(base.trained_len)
+    found: dict[str, dict[str, list[float]]] = {
+        "default": {},
+        **{kind: {"factor": factor} for kind in ("linear", "ntk", "dynamic", "proportional")},
+        "yarn": {"factor": factor, "beta_fast": [1.0, 128.0, 32.0], "beta_slow": [0.25, 16.0, 1.0]},
+        "llama3": {
+            "factor": factor,
+            "low_freq_factor": [0.5, 8.0, 1.0],
+            "high_freq_factor": [1.0, 32.0, 4.0],
+        },
+        "dual_chunk": {},
+        "self_extend": {"group_size": [2.0, 64.0, 4.0], "window": [1.0, trained, max(1.0, trained // 4)]},
+        "rerope": {"window": [1.0, trained, max(1.0, trained // 2)]},
+        "log_n": {},
+    }
+    refused = DISTANCE_KINDS if base.fixed_distances_reason is not None else ()
+    supported = runnable_kinds(base)
+    return {kind: fields for kind, fields in found.items() if kind in supported and kind not in refused}
 
 
 def _requested_plan(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:

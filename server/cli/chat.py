@@ -18,7 +18,7 @@ from windlass.clients.options import CallOptions, ChatOptions
 from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import EngineError, RequestError, did_you_mean
-from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.scaling_text import names_kind, parse_scaling, read_value, split_words
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 
@@ -277,7 +277,7 @@ class ChatCommands:
                 wanted = [*_OVERFLOWS, *(f"{known}=NUMBER" for known in _CONTEXT_FIELDS), "off"]
                 raise CommandError(f"{word!r} is not a context setting: write {', '.join(wanted)}")
             elif value:
-                params[_CONTEXT_FIELDS[name]] = _value(value)
+                params[_CONTEXT_FIELDS[name]] = read_value(value)
             else:
                 params.pop(_CONTEXT_FIELDS[name], None)
         self._dialogue.params = _validate_params(params)
@@ -294,14 +294,14 @@ class ChatCommands:
 
     def _params(self, rest: str) -> CommandResult:
         given: dict[str, Any] = {}
-        for word in _split(rest):
+        for word in split_words(rest):
             name, equals, value = word.partition("=")
             if not equals:
                 raise CommandError(f"write name=value, such as temperature=0.7, not {word!r}")
             if name not in _CHAT_FIELDS:
                 others = did_you_mean(name, _CHAT_FIELDS) or f": those are {', '.join(_CHAT_FIELDS)}"
                 raise CommandError(f"{name!r} is not a field that a chat can set{others}")
-            given[name] = _value(value) if value else None
+            given[name] = read_value(value) if value else None
         merged = {**self._dialogue.params, **given}
         self._dialogue.params = _validate_params({name: value for name, value in merged.items() if value is not None})
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
@@ -362,41 +362,14 @@ _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, d
 
 _SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
-_SCALING_ALIASES = ("su", "mrope", "learned")  # accepted, but not listed
-
 
 def _parse_rope(text: str) -> dict[str, Any] | str:
-    """The scaling of `yarn 4 beta_fast=16`, a JSON object, or a profile's name."""
-    if text.startswith("{"):
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CommandError(
-                f"this is not valid JSON ({error}): write /rope yarn 4, or an object of config.json"
-            ) from None
-        return _scaling(given)
-    kind, *words = _split(text)
-    fields: dict[str, Any] = {"rope_type": kind}
-    for word in words:
-        name, equals, value = word.partition("=")
-        fields |= {name: _value(value)} if equals else {"factor": _value(word)}
+    """The scaling of `yarn 4 beta_fast=16`, a JSON object, or a profile's name, which the server checks."""
+    if not names_kind(text) and len(text.split()) == 1:
+        return text
     try:
-        return _scaling(fields)
-    except CommandError:
-        if not words and kind not in _KINDS.split(", "):
-            return kind  # possibly a profile: the server checks it
-        raise
-
-
-def _scaling(given: Any) -> dict[str, Any]:
-    try:
-        return RopeScaling.from_dict(given).to_dict()
+        return parse_scaling(text).to_dict()
     except RequestError as error:
-        kind = given.get("rope_type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in (*_SCALING_WORDS, *_SCALING_ALIASES):
-            raise CommandError(
-                f"{kind!r} is not a kind of scaling{did_you_mean(kind, _SCALING_WORDS)}: {_KINDS}"
-            ) from None
         raise CommandError(str(error)) from None
 
 
@@ -411,29 +384,6 @@ def _validate_params(params: dict[str, Any]) -> dict[str, Any]:
     except ApiError as error:
         raise CommandError(error.message) from None
     return params
-
-
-def _split(text: str) -> list[str]:
-    """Words of a line. Values in double quotes or brackets may contain spaces."""
-    words, depth, quoted = [""], 0, False
-    for letter in text:
-        if letter == '"' and not words[-1].endswith("\\"):
-            quoted = not quoted
-        elif not quoted:
-            depth += (letter in "[{") - (letter in "]}")
-        if letter.isspace() and depth == 0 and not quoted:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word for word in words if word]
-
-
-def _value(text: str) -> Any:
-    """The value of a JSON text; other texts unchanged."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _brief(value: Any) -> str:

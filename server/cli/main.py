@@ -99,7 +99,7 @@ def generate(
         variable_option(
             "--url",
             help="URL of a running server to use instead of loading a model, such as http://127.0.0.1:8000. --model is then a "
-            "model of that server, and of the engine's options only --rope-scaling (JSON, a profile of that server, or "
+            "model of that server, and of the engine's options only --rope-scaling (a scaling, a profile of that server, or "
             "auto) and --rope-update apply.",
         ),
     ] = None,

@@ -17,20 +17,11 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass.clients.terminal import CommandError, check_outputs, write_output
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.rotary.scaling_text import parse_scaling
 from windlass.server.cli.parameters import ModelArgument, ModelOption, variable_option
 from windlass.server.config.server_options import OPTIONS
 from windlass.server.startup.model_files import choose_model
-
-
-def parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LoadError(
-            f'the scaling is not valid JSON ({error}): write it like \'{{"rope_type": "yarn", "factor": 4}}\''
-        ) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +46,7 @@ class SharedSweepOptions:
         list[str] | None,
         variable_option(
             "--scaling",
-            metavar="JSON",
+            metavar="SCALING",
             help="Measure only this scaling and no scaling; repeatable. Default: a selection of linear, ntk, dynamic, yarn and "
             "the model's own.",
         ),
@@ -117,7 +108,7 @@ class SharedSweepOptions:
             **{name: value for name, value in given.items() if value is not None},
             "texts": tuple(self.text or ()),
             "trained_len": self.trained_len,
-            "scalings": tuple(_parse_object(one) for one in self.scaling or ()),
+            "scalings": tuple(parse_scaling(one, param="--scaling").to_dict() for one in self.scaling or ()),
             "policies": tuple(_parse_policy(one) for one in self.policy or ()),
             "cut": self.cut,
             "device": self.device,
@@ -237,14 +228,6 @@ def _option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parse_object(text: str) -> dict[str, Any]:
-    value = parse_json(text)
-    if not isinstance(value, dict):
-        raise LoadError('--scaling must be an object: write it like \'{"rope_type": "yarn", "factor": 4}\'')
-    RopeScaling.from_dict(value, param="--scaling")
-    return value
-
-
 def _parse_policy(text: str) -> RopeUpdate:
     for known in ROPE_UPDATES:
         if text == known:
@@ -314,7 +297,7 @@ def picture(
         list[str] | None,
         typer.Option(
             "--scaling",
-            metavar="JSON",
+            metavar="SCALING",
             help="Scaling of the picture; repeatable for scalings and extrapolation, which compare several.",
         ),
     ] = None,
@@ -351,7 +334,7 @@ def picture(
 
     check_suffix(out)
     check_outputs({"--out": out})
-    scalings = [RopeScaling.from_dict(parse_json(one), param="--scaling") for one in scaling or []]
+    scalings = [parse_scaling(one, param="--scaling") for one in scaling or []]
     given = [
         name
         for name, value in (("--theta", theta), ("--dim", dim), ("--trained-len", trained_len))
@@ -456,7 +439,8 @@ app.command("picture")(picture)
 @app.command("inspect")
 def inspect(
     scaling: Annotated[
-        str, typer.Argument(metavar="JSON", help='Such as \'{"rope_type": "yarn", "factor": 4}\', or null.')
+        str,
+        typer.Argument(metavar="SCALING", help="Such as 'yarn 4', a JSON object in Hugging Face's format, or null."),
     ],
     model: ModelOption = None,
     length: Annotated[
@@ -478,7 +462,9 @@ def inspect(
 
         require_matplotlib()
         check_outputs({"--png": png})
-    wanted = _parse_scaling(scaling)  # reports errors before a model is downloaded
+    wanted = (
+        None if scaling.strip() == "null" else parse_scaling(scaling)
+    )  # reports errors before a model is downloaded
     name, path = choose_model(model)
     result = inspect_scaling(path, wanted, length, model or name)
     if as_json:
@@ -492,8 +478,3 @@ def inspect(
         from windlass.lab.sweep_plots import draw_inspection
 
         save_png(draw_inspection(result), png)
-
-
-def _parse_scaling(text: str) -> RopeScaling | None:
-    value = parse_json(text)
-    return None if value is None else RopeScaling.from_dict(value)

@@ -16,6 +16,7 @@ from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, MAX_STEPS, ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
 from windlass.server.config.option import (
     MEMORY,
     SCALING_EXAMPLE,
@@ -56,9 +57,14 @@ def _read_profiles(value: Any) -> list[str]:
     if not isinstance(value, Mapping):
         return list(map(str, value))
     for scaling in value.values():
-        if not isinstance(scaling, Mapping):
-            raise UnusableValue(f"needs a mapping such as {SCALING_EXAMPLE} for each name, got {scaling!r:.80}")
-    return [f"{name}={json_text(scaling, SCALING_EXAMPLE)}" for name, scaling in value.items()]
+        if not isinstance(scaling, Mapping | str):
+            raise UnusableValue(
+                f"needs a scaling such as 'yarn 4' or {SCALING_EXAMPLE} for each name, got {scaling!r:.80}"
+            )
+    return [
+        json.dumps({name: scaling}) if isinstance(scaling, str) else f"{name}={json_text(scaling, SCALING_EXAMPLE)}"
+        for name, scaling in value.items()
+    ]
 
 
 def _read_milliseconds(value: Any) -> float:
@@ -220,26 +226,29 @@ class EngineOptions:
         help="On a GPU: main memory for blocks that the cache evicts. Default: none.",
     )
     rope_scaling: str | None = Panel.ROTARY.option(
-        json_object(SCALING_EXAMPLE, f"a mapping such as {SCALING_EXAMPLE}, the name of a profile, or auto"),
+        json_object(
+            SCALING_EXAMPLE,
+            f"a mapping such as {SCALING_EXAMPLE}, a text such as 'yarn 4', the name of a profile, or auto",
+        ),
         default=None,
         sets="rotary.scaling",
         main=True,
-        help=f"Rotary scaling, such as '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling that the "
-        f"length of a request needs. {_THRESHOLDS_EXAMPLE} sets the lengths up to which auto uses a profile, or none; without "
-        "auto, only for requests that set auto. Default: the model's own.",
+        help=f"Rotary scaling, such as 'yarn 4' or '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling "
+        f"that the length of a request needs. {_THRESHOLDS_EXAMPLE} sets the lengths up to which auto uses a profile, or none; "
+        "without auto, only for requests that set auto. Default: the model's own.",
     )
     rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
-            form=f"a mapping of names to scalings such as {SCALING_EXAMPLE}",
+            form=f"a mapping of names to scalings such as 'yarn 4' or {SCALING_EXAMPLE}",
             read=_read_profiles,
-            metavar="NAME=JSON",
+            metavar="NAME=SCALING",
             parameter=list[str],
         ),
         default=None,
         main=True,
         in_llm=True,
-        help=f'A scaling that requests may use by its name; repeatable. The variable may hold several: \'{{"long": '
-        f"{SCALING_EXAMPLE}}}'.",
+        help="A scaling that requests may use by its name, such as 'long=yarn 4'; repeatable. The variable may hold several: "
+        f"'{{\"long\": {SCALING_EXAMPLE}}}'.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
@@ -379,10 +388,16 @@ class EngineOptions:
         if given is None or given.lstrip().startswith(("{", "[")) or not {",", "="} & set(given):
             return given, []
         parts = split([given])
-        return (None, parts) if parts and "=" in parts[0] else (parts[0] if parts else "", parts[1:])
+        if not parts or "=" not in parts[0] or names_kind(parts[0]):
+            # A list in the short form has commas too.
+            return (given, []) if "[" in given else (parts[0] if parts else "", parts[1:])
+        return None, parts
 
     def parse_rope_scaling(self) -> RopeScaling | None:
-        """The scaling of JSON, a profile's name or "auto". Raises LoadError, or RequestError that names the field at fault."""
+        """The scaling of a profile's name, "auto", the short form or JSON.
+
+        Raises LoadError, or RequestError that names the field at fault.
+        """
         given, _ = self._scaling_parts()
         if given is None:
             return None
@@ -395,18 +410,12 @@ class EngineOptions:
             raise LoadError(
                 f"`rope_scaling={given}`: no `rope_profile` has this name: write '{SCALING_EXAMPLE}' or declare the profile"
             )
-        try:
-            parsed = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise LoadError(f"`rope_scaling` is not valid JSON ({error}): write '{SCALING_EXAMPLE}'") from error
-        if not isinstance(parsed, dict):
-            raise LoadError(f"`rope_scaling` must be a JSON object: write '{SCALING_EXAMPLE}'")
-        return RopeScaling.from_dict(parsed, param="`rope_scaling`")
+        return parse_scaling(given, param="`rope_scaling`")
 
     def is_profile_reference(self) -> bool:
-        """Whether `rope_scaling` is a name rather than JSON."""
+        """Whether `rope_scaling` is a name rather than a scaling."""
         given, _ = self._scaling_parts()
-        return given is not None and is_profile_name(given)
+        return given is not None and is_profile_name(given) and not names_kind(given)
 
     def profiles(self) -> dict[str, RopeScaling]:
         """The declared profiles. Raises LoadError, or RequestError that names the field at fault."""

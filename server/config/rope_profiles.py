@@ -10,16 +10,21 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.auto_scaling import AUTO_NAME
 from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.scaling_fields import KNOWN
+from windlass.engine.rotary.scaling_text import parse_scaling
 
 OPTION = "`rope_profile`"
 
 DEFAULT_NAME = "default"  # name of the scaling of requests that set none
 
-EXAMPLE = 'long=\'{"rope_type": "yarn", "factor": 4}\''
+EXAMPLE = 'long="yarn 4"'
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _PREFIX_OF_NAME = re.compile(r"\s*([^\s={}]*)=")
+
+# A word after a short form that begins the next profile: unlike a field, its value is a kind or an object.
+_NEXT_PROFILE = re.compile(rf"\s(?=[^\s={{}}]*=\s*(?:\{{|(?:{'|'.join(KNOWN)})(?:\s|$))|\{{)")
 
 
 def is_profile_name(text: str) -> bool:
@@ -28,7 +33,9 @@ def is_profile_name(text: str) -> bool:
 
 
 def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
-    """Profiles from any number of `NAME=JSON` and `{"NAME": JSON, …}`. Raises LoadError, or RequestError that names one.
+    """Profiles from any number of `NAME=SCALING` and `{"NAME": SCALING, …}`; a scaling is JSON or a short form.
+
+    Raises LoadError, or RequestError that names one.
 
     The values are read as one text, because the value of a variable is split at its spaces.
     """
@@ -41,8 +48,14 @@ def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
         if text[position] != "{":
             match = _PREFIX_OF_NAME.match(text, position)
             if match is None:
-                raise LoadError(f"{OPTION} must be NAME=JSON such as {EXAMPLE}, got {_excerpt(text[position:])}")
+                raise LoadError(f"{OPTION} must be NAME=SCALING such as {EXAMPLE}, got {_excerpt(text[position:])}")
             name, position = match[1], match.end()
+        if name is not None and not text[position:].lstrip().startswith("{"):
+            following = _NEXT_PROFILE.search(text, position)
+            end = len(text) if following is None else following.start()
+            _add(profiles, name, text[position:end])
+            position = end + _count_spaces(text, end)
+            continue
         try:
             value, position = decoder.raw_decode(text, position + _count_spaces(text, position))
         except (ValueError, RecursionError) as error:
@@ -64,7 +77,10 @@ def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
         raise LoadError(f"{OPTION} {name}: the name means the smallest scaling that a length needs: choose another")
     if name in profiles:
         raise LoadError(f"{OPTION} {name} is given twice: remove one")
-    profiles[name] = RopeScaling.from_dict(value, param=f"{OPTION} {name}")
+    param = f"{OPTION} {name}"
+    profiles[name] = (
+        parse_scaling(value, param=param) if isinstance(value, str) else RopeScaling.from_dict(value, param=param)
+    )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def check_free_form(value: Any, *, numbers: bool = True) -> Any:
 def _rope_scaling(value: Any) -> Any:
     if value is not None and not isinstance(value, str | dict):
         raise PydanticCustomError(
-            "type", 'should be an object such as {"rope_type": "yarn", "factor": 4}, or the name of a profile'
+            "type", 'should be an object such as {"rope_type": "yarn", "factor": 4}, "yarn 4", or the name of a profile'
         )
     if isinstance(value, dict):
         groups = {name: without_nulls(part) if isinstance(part, dict) else part for name, part in value.items()}
@@ -387,8 +387,8 @@ RopeScalingField = Annotated[
     Any,
     BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None),
     Field(
-        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, the name of a '
-        "profile, or `auto` (the smallest scaling that the length needs). Default: the server's."
+        description='Rotary scaling: an object such as `{"rope_type": "yarn", "factor": 4}`, its short form `yarn 4`, the '
+        "name of a profile, or `auto` (the smallest scaling that the length needs). Default: the server's."
     ),
 ]
 

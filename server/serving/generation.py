@@ -186,7 +186,7 @@ async def run_generation(
 async def _count_usage(job: GenerationJob, token_usage: TokenUsage) -> AsyncIterator[None]:
     """Charge the generated tokens to the caller, however the request ends."""
     try:
-        with job.state.metrics.scalings.running(job.rotation.metric_label(job.body.rope_scaling), token_usage):
+        with job.state.metrics.scalings.running(job.rotation.metric_label, token_usage):
             yield
     finally:
         job.state.callers.charge_generated_tokens(job.caller, token_usage.completion_tokens)

@@ -381,7 +381,7 @@ class GenerationTracer:
                 "gen_ai.usage.input_tokens": self.token_usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": self.token_usage.completion_tokens,
                 "windlass.cached_tokens": self.token_usage.cached_tokens,
-                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
+                "windlass.scaling": job.rotation.metric_label,
                 "windlass.outcome": outcome,
             }
         )
@@ -422,7 +422,7 @@ class PoolingTracer:
             {
                 "gen_ai.request.model": job.model_name,
                 "gen_ai.usage.input_tokens": self.tokens,
-                "windlass.scaling": job.rotation.metric_label(job.body.rope_scaling),
+                "windlass.scaling": job.rotation.metric_label,
                 "windlass.outcome": outcome_code(error, interruption_code),
             }
         )

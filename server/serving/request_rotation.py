@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.errors import LoadError, RequestError, did_you_mean
 from windlass.engine.interface.context import ContextSize
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_scaling, main_group
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
-from windlass.engine.rotary.scaling_fields import KINDS
+from windlass.engine.rotary.scaling_fields import KNOWN
+from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
 from windlass.server.config.rope_profiles import DEFAULT_NAME, OPTION
 from windlass.server.config.settings import ServerSettings
 
@@ -26,21 +27,27 @@ _MAX_LISTED_NAMES = 20  # of profiles in an error
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The checked scaling of a request. scaling: None for the server's default, `AUTO` for the least that the length needs."""
+    """The checked scaling of a request.
+
+    scaling: None for the server's default, `AUTO` for the least that the length needs. name: by which the request names it: a
+    profile or "auto".
+    """
 
     scaling: RopeScaling | None
     update: RopeUpdate | None
     exact: bool
     planner: RotaryPlanner
+    name: str | None = None
 
     def plan(self, longest: int) -> RotaryPlan:
         """The engine's plan for a request of at most `longest` tokens."""
         return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
 
-    def metric_label(self, requested: Any) -> str:
-        """Metric label: profile name, "auto", kind or "default". requested: field of the body."""
-        if isinstance(requested, str):
-            return requested
+    @property
+    def metric_label(self) -> str:
+        """Metric label: profile name, "auto", kind or "default"."""
+        if self.name is not None:
+            return self.name
         return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
 
     @property
@@ -82,7 +89,7 @@ def resolve_rotation(
 ) -> Rotation:
     """The rotation of a request; raises RequestError naming the field and its allowed values.
 
-    rope_scaling: field of the body: an object, a profile's name, "auto" or None.
+    rope_scaling: field of the body: an object, a profile's name, "auto", a scaling in its short form, or None.
     """
     _check_allowed(rope_scaling, rope_update, settings)
     rotation = parse_rotation(rope_scaling, rope_update, settings, info)
@@ -101,9 +108,11 @@ def parse_rotation(
         planner.plan(1, scaling)
     else:
         apply_scaling(planner.groups, scaling)
+    named = isinstance(rope_scaling, str) and (rope_scaling == AUTO_NAME or rope_scaling in settings.rope_profiles)
+    name = rope_scaling if named else None
     if rope_update is None:
-        return Rotation(scaling, None, False, planner)
-    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), planner)
+        return Rotation(scaling, None, False, planner, name)
+    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), planner, name)
 
 
 def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGroup, ...]) -> None:
@@ -147,10 +156,11 @@ def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, sett
                     name,
                     NOT_ALLOWED,
                 )
-    if policy == "profiles" and isinstance(rope_scaling, dict):
+    is_text = isinstance(rope_scaling, str) and rope_scaling not in settings.rope_profiles and names_kind(rope_scaling)
+    if policy == "profiles" and (is_text or isinstance(rope_scaling, dict)):
         raise RequestError(
-            "rope_scaling must be the name of a profile on this server (--rope-policy profiles), not an object: "
-            + _list_profiles(settings.rope_profiles),
+            "rope_scaling must be the name of a profile on this server (--rope-policy profiles), not "
+            f"{'a scaling' if is_text else 'an object'}: " + _list_profiles(settings.rope_profiles),
             "rope_scaling",
             NOT_ALLOWED,
         )
@@ -169,15 +179,16 @@ def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScali
         return RopeScaling.from_dict(value)
     if value == AUTO_NAME:
         return AUTO
-    if value not in profiles:
-        is_kind = value in KINDS
-        written = '; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}' if is_kind else ""
-        raise RequestError(
-            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_list_profiles(profiles)}{written}",
-            "rope_scaling",
-            "unknown_profile",
-        )
-    return profiles[value]
+    if value in profiles:
+        return profiles[value]
+    if names_kind(value):
+        return parse_scaling(value)
+    meant = did_you_mean((value.split() or [""])[0], [*profiles, *KNOWN])
+    raise RequestError(
+        f"rope_scaling: there is no profile {value[:64]!r} on this server{meant}: {_list_profiles(profiles)}",
+        "rope_scaling",
+        "unknown_profile",
+    )
 
 
 def _list_profiles(profiles: Mapping[str, RopeScaling]) -> str:

@@ -70,7 +70,7 @@ class LLM:
 
     model: a known name, a directory, a GGUF file or a hub id, as for `windlass serve`; None: smollm2. options: those of
     `windlass serve` with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a mapping,
-    `rope_profile` a mapping of names to such mappings. Raises LoadError, one line with the option to change.
+    `rope_profile` a mapping of names to scalings. Raises LoadError, one line with the option to change.
 
     Its methods may be called from any thread of the process that created it. They raise the errors of `windlass.clients`:
     BadRequestError names the field at fault; APIConnectionError reports that the model was closed, or that this is another

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import pytest
 from helpers.live_server import Live
@@ -30,6 +33,26 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+# The npm package axe-core 4.14.1 (MPL-2.0).
+_AXE = Path(__file__).parents[1] / "e2e" / "browser" / "axe" / "axe.min.js.gz"
+
+
+@cache
+def _axe_source() -> str:
+    return gzip.decompress(_AXE.read_bytes()).decode()
+
+
+def violations(page: Page) -> list[str]:
+    """Accessibility problems of the page in its current state, one per line."""
+    page.evaluate(_axe_source())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']} ({one['impact']}): {node['html'][:160]} {node['failureSummary'][:300]}"
+        for one in found["violations"]
+        for node in one["nodes"]
+    ]
 
 
 class Seen:

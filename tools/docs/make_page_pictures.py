@@ -70,17 +70,19 @@ def save(page: Page, name: str) -> None:
 
 
 def chat(page: Page) -> None:
-    """Two scalings side by side, from the button of the rotary tab."""
+    """One question under two scalings, from the button of the rotary tab."""
     page.get_by_label("Kind").select_option("linear")
+    page.get_by_role("slider", name="Factor").fill("2")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
     page.get_by_role("button", name="Compare in the chat").click()
     page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Temperature").fill("0")
     page.get_by_label("Longest answer").fill("48")
-    page.get_by_label("Seed").fill("1")
     page.get_by_text("Settings", exact=True).click()
-    page.get_by_label("Message", exact=True).fill("Name the capital of France.")
+    page.get_by_label("Message", exact=True).fill("Explain what a lighthouse is in one sentence.")
     page.keyboard.press("Enter")
-    expect(page.locator(".message.assistant .facts")).to_have_count(2, timeout=200_000)
+    expect(page.locator(".message.assistant > .tools .facts")).to_have_count(2, timeout=200_000)
+    expect(page.locator("mark")).to_have_count(2)
 
 
 def completion(page: Page) -> None:

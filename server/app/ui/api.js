@@ -17,13 +17,19 @@ export function keepKey(key) {
 export const url = (path) => new URL(path, ROOT).href;
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
+// The message of an error. The page cannot set the options of the server that some name.
+export function advised(message) {
+  const option = /(?:^|[\s(`])(--[a-z][a-z-]*)/.exec(message)?.[1];
+  return option ? `${message} (${option} is an option of the server: only its operator can set it, at the next start.)` : message;
+}
+
 async function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(url(path), { ...options, headers });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ApiError(response.status, body?.error?.message ?? `the server answered ${response.status}`);
+  throw new ApiError(response.status, advised(body?.error?.message ?? `the server answered ${response.status}`));
 }
 
 export async function getJson(path) {
@@ -56,7 +62,7 @@ export async function* stream(path, body, signal) {
         const data = line.slice(6);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(200, chunk.error.message);
+        if (chunk.error) throw new ApiError(200, advised(chunk.error.message));
         yield chunk;
       }
     }

@@ -1,4 +1,4 @@
-// The attention tab: attention of one head of the served model in a pasted text, under two scalings.
+// The attention tab: what one head of the served model attends to in a text, under two scalings.
 import { ApiError, postJson } from "./api.js";
 import { HeatMap, Lines } from "./charts.js";
 import { Component, html } from "./html.js";
@@ -8,7 +8,7 @@ const MOST = 256; // tokens, as the server takes
 const START = "The cat sat on the mat, and the dog lay by the door. When the rain began, the cat went in and the dog went in after it.";
 
 export class Attention extends Component {
-  state = { text: START, layer: 0, head: 0, picks: [SERVERS_OWN, startOf("linear")], maps: null, texts: [], error: null, note: null, busy: false };
+  state = { text: START, layer: 0, head: 0, picks: [SERVERS_OWN, startOf("linear", this.props.scalings.kinds)], maps: null, texts: [], error: null, note: null, busy: false };
 
   componentWillUnmount() {
     this.running?.abort();
@@ -43,10 +43,12 @@ export class Attention extends Component {
     if (Number.isInteger(value) && value >= 0 && (most === undefined || value <= most)) this.setState({ [name]: value });
   };
 
-  render({ profiles }, { text, layer, head, picks, maps, texts, error, note, busy }) {
+  render({ scalings, attentionMaps }, { text, layer, head, picks, maps, texts, error, note, busy }) {
     const [layers, heads] = [maps?.[0].num_layers, maps?.[0].num_heads];
     const pick = (index) => (value) => this.setState({ picks: picks.map((one, at) => (at === index ? value : one)) });
     return html`<main class="room wide">
+      ${attentionMaps === false && html`<p class="banner notice">Attention maps are disabled on this server, because other requests wait while one is computed.
+        The operator enables them by starting the server with <code>--attention-maps</code>.</p>`}
       <form class="panel" onSubmit=${this.ask}>
         <label>Text, up to ${MOST} tokens
           <textarea rows="3" value=${text} onInput=${(event) => this.setState({ text: event.currentTarget.value })}></textarea></label>
@@ -55,23 +57,25 @@ export class Attention extends Component {
           <label>Head${heads ? ` of ${heads}` : ""}, from 0 <input type="number" min="0" max=${heads && heads - 1} value=${head} onInput=${this.number("head", heads && heads - 1)} /></label>
         </div>
         <div class="pair">
-          <${ScalingPicker} label="Left" value=${picks[0]} profiles=${profiles} onChange=${pick(0)} />
-          <${ScalingPicker} label="Right" value=${picks[1]} profiles=${profiles} onChange=${pick(1)} />
+          <${ScalingPicker} label="Left" value=${picks[0]} scalings=${scalings} onChange=${pick(0)} />
+          <${ScalingPicker} label="Right" value=${picks[1]} scalings=${scalings} onChange=${pick(1)} />
         </div>
-        <div class="tools"><button class="primary" disabled=${busy || !text.trim()}>Show the attention</button>
-          <span class="note">The engine reads the text once for each map; other requests wait meanwhile.</span></div>
+        <div class="tools"><button class="primary" disabled=${busy || attentionMaps === false || !text.trim()}>Show the attention</button>
+          <span class="note">The engine computes the text once for each map. Other requests wait meanwhile.</span></div>
       </form>
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${note && html`<p class="note">${note}</p>`}
       ${maps && html`<div class="stack">
         <div class="pair">${maps.map((map, index) => html`<${HeatMap} key=${index} square title=${`${map.name}: layer ${map.layer}, head ${map.head}`}
-          xTitle="attended to" yTitle="token" rows=${map.weights} describe=${(row, column) => describe(map, texts, row, column)} />`)}</div>
+          xTitle="attended to" yTitle="token" rows=${map.weights} names=${texts.slice(0, map.weights.length).map(visible)} describe=${(row, column) => describe(map, texts, row, column)} />`)}</div>
         <${Lines} title="Mean score by distance, before the softmax" xTitle="tokens back" yTitle="score" series=${maps.map((map) => byDistance(map, "score_by_distance"))} />
         <${Lines} title="Mean weight by distance" xTitle="tokens back" yTitle="weight" logY series=${maps.map((map) => byDistance(map, "weight_by_distance"))} />
       </div>`}
     </main>`;
   }
 }
+
+const visible = (text) => (text ?? "").trim().replaceAll("\n", "↵") || "␣";
 
 function describe(map, texts, row, column) {
   const name = (index) => `“${(texts[index] ?? "").replaceAll("\n", "↵")}” (${index})`;

@@ -1,10 +1,10 @@
-// The cache tab: the pages of the cache, their owners, and tokens per second.
+// The cache tab: the blocks of the cache, the requests that use them, and tokens per second.
 import { ApiError, getJson } from "./api.js";
 import { Lines } from "./charts.js";
 import { Component, createRef, html } from "./html.js";
 
 const EVERY = 1000; // milliseconds
-const KEPT = 120; // samples shown
+const KEPT = 120; // looks back
 const COLOURS = 8; // of owners, in the style sheet
 
 const whole = (value) => Math.round(value).toLocaleString("en");
@@ -32,7 +32,7 @@ export class Cache extends Component {
     clearTimeout(this.timer);
   }
 
-  // One request after the other, and none while the tab is hidden.
+  // One request at a time, and none while the tab is hidden.
   ask = async () => {
     clearTimeout(this.timer);
     if (!this.alive || !this.props.shown || this.state.paused) return;
@@ -51,8 +51,8 @@ export class Cache extends Component {
 
   render(_, { look, rates, error, paused }) {
     return html`<main class="room wide">
-      <div class="tools"><button type="button" aria-pressed=${String(paused)} onClick=${this.pause}>${paused ? "Go on" : "Pause"}</button>
-        <span class="note">Once a second, while this room is open.</span></div>
+      <div class="tools"><button type="button" aria-pressed=${String(paused)} onClick=${this.pause}>${paused ? "Resume" : "Pause"}</button>
+        <span class="note">Updated once a second while this tab is open.</span></div>
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${look && html`<div class="stack">
         ${figures(look, rates.at(-1))}
@@ -80,9 +80,9 @@ function figures({ counters, groups, block_size: size, bytes_per_token: each }, 
     ["Waiting", whole(counters.num_waiting)],
     ["Tokens per second", now ? now.generated.toFixed(1) : "–"],
     ["Blocks in use", `${used.map(whole).join(" + ")} of ${groups.map((group) => whole(group.num_blocks)).join(" + ")}`],
-    ["Kept for later prompts", `${kept.map(whole).join(" + ")} blocks`],
+    ["Cached for later prompts", `${kept.map(whole).join(" + ")} blocks`],
     ["A block", `${size} tokens, ${bytes(size * each)}`],
-    ["Prompt tokens found", asked ? `${whole(hit)} of ${whole(asked)} (${((100 * hit) / asked).toFixed(0)} %)` : "none asked for"],
+    ["Prompt tokens found", asked ? `${whole(hit)} of ${whole(asked)} (${((100 * hit) / asked).toFixed(0)} %)` : "no prompts yet"],
     ["Shifts", `${whole(counters.context_shifts)}, ${whole(counters.dropped_tokens)} tokens dropped`],
     ["Reused passages", `${whole(counters.reused_passages)}, ${whole(counters.reused_tokens)} tokens`],
     ["Preempted", whole(counters.num_preemptions)],
@@ -91,7 +91,7 @@ function figures({ counters, groups, block_size: size, bytes_per_token: each }, 
     ${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></section>`;
 }
 
-// Of which replica its cache is, and of which of its groups, where there are several.
+// The replica and the group of a cache, where there are several.
 function nameOf(group, groups) {
   const own = groups.filter(({ engine }) => engine === group.engine);
   const replica = groups.some(({ engine }) => engine !== group.engine) ? ` of replica ${group.engine}` : "";
@@ -101,7 +101,7 @@ function nameOf(group, groups) {
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
 function sequences(list) {
-  return html`<section class="panel" aria-labelledby="who"><h2 id="who">Who runs</h2>
+  return html`<section class="panel" aria-labelledby="who"><h2 id="who">Running requests</h2>
     <div class="scroll" tabindex="0" role="group" aria-label="Running sequences"><table>
       <thead><tr>${["", "Tokens", "Prompt", "From the cache", "Blocks", "Shifts", "Reused tokens"].map((name) => html`<th scope="col">${name || html`<span class="hidden">Colour</span>`}</th>`)}</tr></thead>
       <tbody>${list.map((one, index) => html`<tr key=${index}><td><i class="swatch" data-owner=${index % COLOURS}></i></td>
@@ -109,7 +109,7 @@ function sequences(list) {
     </table></div></section>`;
 }
 
-// The pages as squares: filled where held, in the colour of a holder; hollow where kept; faint where free.
+// The blocks as squares: filled where used, in the color of a request; grey where cached; faint where free.
 class Pages extends Component {
   canvas = createRef();
 
@@ -167,14 +167,14 @@ class Pages extends Component {
     const [held, shared, idle] = [group.held, group.shared, group.idle].map(sum);
     const kind = group.window === null ? "" : `, layers that see ${whole(group.window)} tokens`;
     const title = group.states ? `States${name}, one for each request` : `Pages${name}${kind}`;
-    const text = `${whole(held)} held by one request, ${whole(shared)} by several, ${whole(idle)} kept, of ${whole(group.num_blocks)}`;
+    const text = `${whole(held)} used by one request, ${whole(shared)} by several, ${whole(idle)} cached, of ${whole(group.num_blocks)}`;
     return html`<figure class="chart pages">
       <figcaption>${title}</figcaption>
       <div><canvas ref=${this.canvas} role="img" aria-label=${`${title}: ${text}`}></canvas></div>
-      <p class="legend"><span><i class="swatch" data-owner="0"></i>held, a colour a request</span><span><i class="swatch shared"></i>held by several</span>
-        <span><i class="swatch kept"></i>kept for later prompts</span><span><i class="swatch free"></i>free</span></p>
+      <p class="legend"><span><i class="swatch" data-owner="0"></i>used by one request, in its color</span><span><i class="swatch shared"></i>used by several</span>
+        <span><i class="swatch kept"></i>cached for later prompts</span><span><i class="swatch free"></i>free</span></p>
       <p class="reading">${text}. A square is ${group.blocks_per_cell === 1 ? "a block" : `${group.blocks_per_cell} blocks`};
-        ${group.num_shown < group.num_blocks ? ` the ${whole(group.num_blocks - group.num_shown)} blocks behind these are free.` : " all are shown."}</p>
+        ${group.num_shown < group.num_blocks ? ` the ${whole(group.num_blocks - group.num_shown)} blocks after these are free.` : " all are shown."}</p>
     </figure>`;
   }
 }

@@ -1,4 +1,4 @@
-// Charts in SVG and maps on canvas, each with its numbers as a table for screen readers.
+// Charts in SVG and maps on canvas, each with its numbers as a table for readers who do not see it.
 import { Component, createRef, html } from "./html.js";
 
 const HEIGHT = 230;
@@ -12,7 +12,7 @@ export function short(value) {
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
-// Labels of an axis must be short.
+// On an axis there is little room.
 const brief = (value) => (Math.abs(value) >= 1e4 ? value.toLocaleString("en", { notation: "compact" }) : short(value));
 
 export const exact = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(9))));
@@ -133,7 +133,16 @@ export function colour(value, signed) {
   return mix(ground, low, Math.sqrt(Math.max(0, Math.min(1, value))));
 }
 
-// A map of numbers by rows: select one cell with the pointer or the arrow keys. rows: [[number or null]]; describe: (row, column) => text.
+const LABELS = 32; // of an axis of a map
+
+// Labels along an axis of a map. Of many, some are shown.
+function Labels({ names, axis }) {
+  const every = Math.ceil(names.length / LABELS);
+  return html`<span class=${`labels ${axis}`} aria-hidden="true">${names.map((name, index) => html`<span>${index % every === 0 ? name : ""}</span>`)}</span>`;
+}
+
+// A map of numbers by rows: inspect one cell with the pointer or the arrow keys.
+// rows: [[number or null]]; describe: (row, column) => text; names: of rows and columns, or nothing.
 export class HeatMap extends Component {
   state = { row: 0, column: 0 };
   canvas = createRef();
@@ -187,14 +196,16 @@ export class HeatMap extends Component {
     }));
   };
 
-  render({ title, xTitle, yTitle, rows, describe, square }, { row, column }) {
+  render({ title, xTitle, yTitle, rows, describe, square, names }, { row, column }) {
     const at = [Math.min(row, rows.length - 1), column];
     return html`<figure class="chart">
       <figcaption>${title}</figcaption>
-      <div class="map" data-square=${square ? "yes" : undefined}>
+      <div class=${names ? "map named" : "map"} data-square=${square ? "yes" : undefined}>
         <span class="axis y">${yTitle}</span>
+        ${names && html`<${Labels} names=${names} axis="down" />`}
         <canvas ref=${this.canvas} tabindex="0" role="img" aria-label=${`${title}. ${describe(...at)}. Arrow keys move.`}
           onPointerMove=${this.point} onPointerDown=${this.point} onKeyDown=${this.keys}></canvas>
+        ${names && html`<${Labels} names=${names} axis="across" />`}
         <span class="axis x">${xTitle}</span>
       </div>
       <p class="reading">${describe(...at)}</p>

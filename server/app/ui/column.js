@@ -1,14 +1,18 @@
-// One conversation under one rotary scaling. It keeps its messages and runs its requests.
+// One conversation under one rotary scaling. It has its messages and runs its requests.
 import { ApiError, hasKey, stream, url } from "./api.js";
 import { Component, createRef, html } from "./html.js";
-import { copyText } from "./markdown.js";
+import { copyText } from "./clipboard.js";
 import { Message } from "./message.js";
-import { fields, scaling } from "./settings.js";
+import { fieldOf, ScalingPicker } from "./scaling.js";
+import { fields } from "./settings.js";
 import * as snippets from "./snippets.js";
 
+// A message as it is stored.
+const stored = ({ ids, ...message }) => message;
+
 export class Column extends Component {
-  state = { messages: [], scaling: "", rotary: null, sent: null }; // sent: the request behind the last answer
-  running = null; // the AbortController of the request that is under way
+  state = { messages: this.props.initial.messages, picked: this.props.initial.picked, rotary: null, sent: null }; // sent: the request of the last answer
+  running = null; // the AbortController of the current request
   list = createRef();
   follows = true;
 
@@ -31,42 +35,59 @@ export class Column extends Component {
     this.follows = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
   };
 
-  // The request as it is sent, but for `stream` and `stream_options`.
-  body(messages) {
+  snapshot = () => ({ picked: this.state.picked, messages: this.state.messages.map(stored) });
+
+  pick = (picked) => this.setState({ picked }, this.props.onChange);
+
+  // The request as it is sent, but for `stream` and what only the page reads.
+  body(messages, seed) {
     const { settings, model } = this.props;
     const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
-    const said = messages.map(({ role, content }) => ({ role, content }));
-    return { model, messages: [...system, ...said], ...fields(settings), ...scaling(this.state.scaling) };
+    const turns = messages.map(({ role, content }) => ({ role, content }));
+    const continued = messages.at(-1).role === "assistant" ? { continue_final_message: true } : {};
+    return { model, messages: [...system, ...turns], ...continued, ...fields(settings), ...(seed === null ? {} : { seed }), ...fieldOf(this.state.picked) };
   }
 
-  // A question that got no answer at all is taken out: many templates want the turns to alternate.
-  ask = (text) => {
+  // A question without an answer is removed: many templates require that the turns alternate.
+  ask = (content, seed) => {
     const { messages } = this.state;
     const kept = messages.length && !messages.at(-1).content ? messages.slice(0, -2) : messages;
-    this.run([...kept, { role: "user", content: text }]);
+    return this.run([...kept, { role: "user", content }], seed);
   };
 
   stop = () => this.running?.abort();
-  clear = () => this.setState({ messages: [], rotary: null, sent: null });
 
-  edit = (index, content) => this.run([...this.state.messages.slice(0, index), { role: "user", content }]);
-  retry = () => this.run(this.state.messages.slice(0, -1));
+  edit = (index, content, seed) => this.run([...this.state.messages.slice(0, index), { role: "user", content }], seed);
+  retry = (seed) => this.run(this.state.messages.slice(0, -1), seed);
+  continue = () => {
+    const { messages } = this.state;
+    return this.run(messages, null, messages.at(-1));
+  };
 
-  async run(messages) {
+  // Mark where the last answer differs from that of the other column.
+  mark = (differs) => {
+    const { messages } = this.state;
+    return new Promise((done) => this.setState({ messages: [...messages.slice(0, -1), { ...messages.at(-1), differs }] }, done));
+  };
+
+  // Returns the answer. continued: the answer at the end of `messages` that is continued.
+  async run(messages, seed, continued) {
     this.stop();
     const running = (this.running = new AbortController());
-    const answer = { role: "assistant", content: "", thinking: "" };
-    const show = (more = {}) => this.running === running && this.setState({ messages: [...messages, { ...answer }], ...more });
+    const before = continued ? messages.slice(0, -1) : messages;
+    const answer = { role: "assistant", content: "", thinking: "", ids: [], ...continued, error: undefined };
+    const facts = continued ? { before: continued.facts?.tokens ?? 0 } : seed === null ? {} : { seed };
+    const show = (more = {}) => this.running === running && this.setState({ messages: [...before, { ...answer }], ...more });
     this.follows = true;
+    answer.facts = { ended: "stopped" }; // of a page that is closed meanwhile
     show({ rotary: null, sent: null });
     this.props.onBusy(this, true);
     const asked = performance.now();
     let first, last;
-    const facts = {};
     try {
-      const sent = this.body(messages);
+      const sent = this.body(messages, seed);
       show({ sent });
-      const body = { ...sent, stream_options: { include_usage: true } };
+      const body = { ...sent, return_token_ids: true, stream_options: { include_usage: true } };
       for await (const chunk of stream("v1/chat/completions", body, running.signal)) {
         const choice = chunk.choices[0];
         const { content, reasoning_content: thinking } = choice?.delta ?? {};
@@ -76,9 +97,10 @@ export class Column extends Component {
           answer.content += content ?? "";
           answer.thinking += thinking ?? "";
         }
+        if (choice?.token_ids) answer.ids = [...(answer.ids ?? []), ...choice.token_ids];
         if (choice?.finish_reason) facts.ended = choice.finish_reason;
         if (chunk.usage) {
-          facts.tokens = chunk.usage.completion_tokens;
+          facts.tokens = chunk.usage.completion_tokens + (facts.before ?? 0);
           facts.cached = chunk.usage.prompt_tokens_details?.cached_tokens;
         }
         show(chunk.rotary ? { rotary: chunk.rotary } : {});
@@ -90,11 +112,12 @@ export class Column extends Component {
     }
     if (first !== undefined) Object.assign(facts, { wait: (first - asked) / 1000, seconds: (last - first) / 1000 });
     answer.facts = facts;
-    // A newer request of this column has taken over where this one was aborted by it.
-    if (this.running !== running) return;
-    show();
+    // A newer request of this column has replaced this one, which it stopped.
+    if (this.running !== running) return answer;
     this.running = null;
+    await new Promise((done) => this.setState({ messages: [...before, answer] }, done));
     this.props.onBusy(this, false);
+    return answer;
   }
 
   copy = (kind) => (event) => {
@@ -103,21 +126,18 @@ export class Column extends Component {
     copyText(snippets[kind](address, this.state.sent, hasKey()), event.currentTarget);
   };
 
-  render({ name, compared }, { messages, rotary, sent }) {
+  render({ name, compared, scalings, onEdit, onRetry, onContinue }, { messages, picked, rotary, sent }) {
     const running = this.running !== null;
     return html`<section class="column" aria-label=${name}>
       <div class="head">
-        <label>${compared ? `${name}: rotary scaling` : "Rotary scaling"}
-          <input type="text" spellcheck=${false} autocapitalize="off" autocomplete="off" placeholder="the server's own"
-            value=${this.state.scaling} onInput=${(event) => this.setState({ scaling: event.currentTarget.value })} />
-        </label>
-        ${rotary && html`<span class="facts" title=${`fingerprint ${rotary.fingerprint}`}>ran under ${rotary.rope_type}</span>`}
+        <${ScalingPicker} label=${compared ? `${name}: rotary scaling` : "Rotary scaling"} value=${picked} scalings=${scalings} onChange=${this.pick} />
+        ${rotary && html`<p class="facts" title=${`fingerprint ${rotary.fingerprint}`}>Computed with ${rotaryName(rotary)}</p>`}
       </div>
       <ol class="messages" ref=${this.list} onScroll=${this.scrolled} tabindex="0" aria-label="Messages" aria-live="polite"
         aria-busy=${String(running)}>
         ${messages.map(
-          (message, index) => html`<${Message} key=${index} message=${message} busy=${running}
-            last=${index === messages.length - 1} onEdit=${(text) => this.edit(index, text)} onRetry=${this.retry} />`,
+          (message, index) => html`<${Message} key=${index} message=${message} busy=${running} last=${index === messages.length - 1}
+            onEdit=${(text) => onEdit(index, text)} onRetry=${onRetry} onContinue=${() => onContinue(this)} />`,
         )}
       </ol>
       ${sent && !running && html`<div class="tools as-code"><span>Copy as</span>
@@ -126,3 +146,5 @@ export class Column extends Component {
     </section>`;
   }
 }
+
+const rotaryName = ({ rope_type: kind, parameters }) => (parameters?.factor ? `${kind}, factor ${parameters.factor}` : kind);

@@ -1,4 +1,4 @@
-// The completion tab: a text that the model continues, token by token, with the alternatives of each token.
+// The completion tab: a text that the model continues token by token, with the most likely alternatives.
 import { ApiError, postJson, stream } from "./api.js";
 import { Component, createRef, html } from "./html.js";
 import { fieldOf, nameOf, ScalingPicker, SERVERS_OWN } from "./scaling.js";
@@ -90,7 +90,7 @@ export class Completion extends Component {
     return `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s${cached ? `, ${cached} of the prompt's from the cache` : ""}`;
   }
 
-  // Keep the text before token `index`, replace that token (or keep it), and continue.
+  // Keep what stands before token `index`, put another in its place (or keep it), and go on.
   continueFrom = (index, id) => {
     const { tokens, prompt } = this.state;
     const before = tokens.slice(0, index);
@@ -110,7 +110,7 @@ export class Completion extends Component {
     this.list.current.querySelectorAll(".token")[index + step]?.focus();
   };
 
-  render({ profiles }, { prompt, settings, picked, tokens, looked, busy, error, facts }) {
+  render({ scalings }, { prompt, settings, picked, tokens, looked, busy, error, facts }) {
     return html`<main class="room" onKeyDown=${this.keys}>
       <form class="ask" onSubmit=${this.run}>
         <label>Text to continue
@@ -118,7 +118,7 @@ export class Completion extends Component {
         </label>
         <details class="settings"><summary>Settings and rotary scaling (${nameOf(picked)})</summary>
           <${NumberFields} values=${settings} onChange=${(values) => this.setState({ settings: values })} />
-          <${ScalingPicker} label="Rotary scaling" value=${picked} profiles=${profiles} onChange=${(value) => this.setState({ picked: value })} />
+          <${ScalingPicker} label="Rotary scaling" value=${picked} scalings=${scalings} onChange=${(value) => this.setState({ picked: value })} />
         </details>
         <div class="tools">
           ${busy
@@ -155,7 +155,7 @@ export class Completion extends Component {
   }
 }
 
-// {"token_id:17": -0.3, …} as a list, most likely first.
+// {"token_id:17": -0.3, …} as a list, likeliest first.
 function entries(top) {
   return Object.entries(top ?? {})
     .map(([name, logprob]) => ({ id: Number(name.slice(NAME.length)), logprob }))

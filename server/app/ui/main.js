@@ -1,4 +1,4 @@
-// The page: its header, the form that asks for a key, and the tabs. A hidden tab keeps its state.
+// The page: its header, the form that asks for a key, and the tabs. A tab preserves its state while another is shown.
 import { getJson, hasKey, keepKey } from "./api.js";
 import { Attention } from "./attention.js";
 import { Cache } from "./cache.js";
@@ -11,8 +11,10 @@ import { starting } from "./settings.js";
 const ROOMS = { chat: ["Chat", Chat], completion: ["Completion", Completion], rotary: ["Rotary", Rotary], attention: ["Attention", Attention], cache: ["Cache", Cache] };
 const roomOf = (hash) => (Object.hasOwn(ROOMS, hash.slice(1)) ? hash.slice(1) : "chat");
 
+const NO_ROTATION = { kinds: {}, profiles: {}, policy: "off" }; // of a model without rotary attention
+
 class Page extends Component {
-  state = { model: null, profiles: [], locked: false, wrong: false, trouble: null, room: roomOf(location.hash), visited: new Set([roomOf(location.hash)]) };
+  state = { models: null, scalings: null, locked: false, wrong: false, trouble: null, room: roomOf(location.hash), visited: new Set([roomOf(location.hash)]) };
   chat = createRef();
 
   componentDidMount() {
@@ -26,12 +28,12 @@ class Page extends Component {
   async load() {
     try {
       const { data } = await getJson("v1/models");
-      this.setState({ model: data[0], locked: false, wrong: false, trouble: null });
-      const { profiles } = await getJson("v1/rotary").catch(() => ({ profiles: {} }));
-      this.setState({ profiles: Object.keys(profiles) });
+      const rotary = await getJson("v1/rotary").catch(() => NO_ROTATION);
+      const scalings = { kinds: rotary.kinds, profiles: Object.keys(rotary.profiles), policy: rotary.policy };
+      this.setState({ models: data, scalings, locked: false, wrong: false, trouble: null });
     } catch (error) {
       if (error.status === 401) this.lock();
-      else this.setState({ trouble: `The server cannot be asked: ${error.message}` });
+      else this.setState({ trouble: `The server does not answer: ${error.message}` });
     }
   }
 
@@ -46,13 +48,14 @@ class Page extends Component {
     this.load();
   };
 
-  // The chat compares a scaling with the server's own.
-  compare = (written) => {
+  // Show a scaling next to the server's own in the chat.
+  compare = (picked) => {
     location.hash = "chat";
-    this.setState(({ visited }) => ({ room: "chat", visited: new Set([...visited, "chat"]) }), () => this.chat.current.propose(written));
+    this.setState(({ visited }) => ({ room: "chat", visited: new Set([...visited, "chat"]) }), () => this.chat.current.propose(picked));
   };
 
-  render(_, { model, profiles, locked, trouble, room, visited }) {
+  render(_, { models, scalings, locked, trouble, room, visited }) {
+    const model = models?.[0];
     return html`
       <header>
         <h1>Windlass</h1>
@@ -64,8 +67,8 @@ class Page extends Component {
       </header>
       ${trouble && html`<p class="error banner" role="alert">${trouble} <button type="button" onClick=${() => this.load()}>Try again</button></p>`}
       ${locked ? this.door() : model && Object.entries(ROOMS).map(([name, [, Room]]) => visited.has(name) && html`<div class="floor" key=${name} hidden=${name !== room}>
-        <${Room} slot=${name === "chat" ? this.chat : undefined} shown=${name === room} model=${model.id} facts=${model} starting=${starting(model)}
-          longest=${model.max_model_len} profiles=${profiles} onCompare=${this.compare} onLocked=${this.lock} />
+        <${Room} slot=${name === "chat" ? this.chat : undefined} shown=${name === room} model=${model.id} models=${models} starting=${starting(model)}
+          longest=${model.max_model_len} attentionMaps=${model.attention_maps} scalings=${scalings} onCompare=${this.compare} onLocked=${this.lock} />
       </div>`)}`;
   }
 
@@ -75,7 +78,7 @@ class Page extends Component {
       <label>API key <input type="password" name="key" required autocomplete="off" ref=${(input) => input?.focus()} /></label>
       ${this.state.wrong && html`<p class="error" role="alert">The server does not take this key.</p>`}
       <button class="primary">Open</button>
-      <p class="note">It is kept in this tab and forgotten when you close it.</p>
+      <p class="note">It is stored in this tab until you close it. Conversations are stored in this browser.</p>
     </form></main>`;
   }
 }

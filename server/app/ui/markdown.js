@@ -1,23 +1,46 @@
 // Markdown as elements. No HTML is ever made of the model's text: tags in it are shown as they are written, pictures as links.
+import { CodeBlock } from "./code_block.js";
 import { html } from "./html.js";
 import { lexer } from "./vendor/marked.esm.js";
 
 const SAFE = /^(https?:|mailto:)/i;
 const DEEPEST = 30; // what is nested deeper is shown as it is written: reading and drawing recurse, and the stack has an end
 
-export function Markdown({ text }) {
+// A part of the text can be marked: two characters of Unicode's private use area enclose it while the text is read.
+const [OPEN, CLOSE] = ["\ue000", "\ue001"];
+const MARKED = new RegExp(`${OPEN}([^${CLOSE}]*)${CLOSE}?`);
+const BLOCK_START = /^[ \t]*(?:(?:[-*+>]|#{1,6}|\d+[.)])[ \t]+|\n)*/; // would be none behind a mark
+
+const unmarked = (text) => text.replace(/\ue000|\ue001|%EE%80%8[01]/gi, "");
+
+function enclose(text, { at, length }) {
+  const skipped = at === 0 || text[at - 1] === "\n" || text[at] === "\n" ? BLOCK_START.exec(text.slice(at))[0].length : 0;
+  const [start, end] = [at + skipped, Math.max(at + length, at + skipped + 1)];
+  return `${text.slice(0, start)}${OPEN}${text.slice(start, end)}${CLOSE}${text.slice(end)}`;
+}
+
+// A text without markup, with its mark as an element.
+function plain(text) {
+  const found = MARKED.exec(text);
+  if (!found) return text.replace(CLOSE, "");
+  const end = found.index + found[0].length;
+  return html`${text.slice(0, found.index)}<mark title="The answers differ from here">${found[1]}</mark>${text.slice(end)}`;
+}
+
+// mark: {at, length} of a part of the text, or nothing.
+export function Markdown({ text, mark }) {
   let shown;
   try {
-    shown = blocks(lexer(text, { gfm: true }), 0);
+    shown = blocks(lexer(mark ? enclose(text, mark) : text, { gfm: true }), 0);
   } catch {
     shown = html`<p class="plain">${text}</p>`; // nested too deep for the lexer
   }
   return html`<div class="markdown">${shown}</div>`;
 }
 
-const blocks = (tokens, depth) => tokens.map((token) => (depth > DEEPEST ? token.raw : block(token, depth + 1)));
+const blocks = (tokens, depth) => tokens.map((token) => (depth > DEEPEST ? plain(token.raw) : block(token, depth + 1)));
 
-// depth: nesting of the tokens inside this one.
+// depth: of what stands inside the token.
 function block(token, depth) {
   switch (token.type) {
     case "space":
@@ -27,7 +50,7 @@ function block(token, depth) {
       // The page has headings of its own: an answer's are no part of its outline.
       return html`<p class=${`heading h${token.depth}`}>${inlines(token.tokens, depth)}</p>`;
     case "code":
-      return html`<${Code} text=${token.text} language=${token.lang} />`;
+      return html`<${CodeBlock} text=${unmarked(token.text)} language=${unmarked(token.lang ?? "").split(/\s/)[0]} />`;
     case "blockquote":
       return html`<blockquote>${blocks(token.tokens, depth)}</blockquote>`;
     case "hr":
@@ -44,13 +67,13 @@ function block(token, depth) {
     case "paragraph":
       return html`<p>${inlines(token.tokens, depth)}</p>`;
     case "text":
-      return token.tokens ? html`<span>${inlines(token.tokens, depth)}</span>` : token.text;
+      return token.tokens ? html`<span>${inlines(token.tokens, depth)}</span>` : plain(token.text);
     default:
-      return html`<p>${token.raw}</p>`;
+      return html`<p>${plain(token.raw)}</p>`;
   }
 }
 
-const inlines = (tokens = [], depth) => tokens.map((token) => (depth > DEEPEST ? token.raw : inline(token, depth + 1)));
+const inlines = (tokens = [], depth) => tokens.map((token) => (depth > DEEPEST ? plain(token.raw) : inline(token, depth + 1)));
 
 function inline(token, depth) {
   switch (token.type) {
@@ -61,39 +84,19 @@ function inline(token, depth) {
     case "del":
       return html`<del>${inlines(token.tokens, depth)}</del>`;
     case "codespan":
-      return html`<code>${token.text}</code>`;
+      return html`<code>${plain(token.text)}</code>`;
     case "br":
       return html`<br />`;
     case "link":
     case "image":
       return SAFE.test(token.href)
-        ? html`<a href=${token.href} target="_blank" rel="noreferrer noopener nofollow">${token.text || token.href}</a>`
-        : token.raw;
+        ? html`<a href=${unmarked(token.href)} target="_blank" rel="noreferrer noopener nofollow">${plain(token.text || unmarked(token.href))}</a>`
+        : plain(token.raw);
     case "escape":
-      return token.text;
+      return plain(token.text);
     case "text":
-      return token.tokens ? inlines(token.tokens, depth) : token.text;
+      return token.tokens ? inlines(token.tokens, depth) : plain(token.text);
     default:
-      return token.raw;
+      return plain(token.raw);
   }
-}
-
-function Code({ text, language }) {
-  const copy = (event) => copyText(text, event.currentTarget);
-  return html`<div class="code">
-    <div class="bar"><span>${language || "text"}</span><button type="button" class="quiet" onClick=${copy}>Copy</button></div>
-    <pre tabindex="0" aria-label="Code"><code>${text}</code></pre>
-  </div>`;
-}
-
-// Shows the result on the button.
-export async function copyText(text, button) {
-  const before = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-  } catch {
-    button.textContent = "Not allowed";
-  }
-  setTimeout(() => (button.textContent = before), 1500);
 }

@@ -1,20 +1,28 @@
-// One message of a chat: shown, copied, edited, asked again.
+// One message of a chat: shown, copied, edited, continued, generated again.
 import { Component, html } from "./html.js";
-import { copyText, Markdown } from "./markdown.js";
+import { copyText } from "./clipboard.js";
+import { Markdown } from "./markdown.js";
+
+const LONG = 600; // characters; a longer question can be scrolled
 
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-// Tokens, speed behind the first token, and what ended the answer.
-function facts({ tokens, seconds, wait, ended, cached }) {
+// Tokens, speed after the first token, and why the answer ended.
+function facts({ facts: { tokens, seconds, wait, ended, cached, seed, before = 0 }, content, thinking, error }) {
   const found = [];
+  if (!content && !error && ended === "stop") found.push(thinking ? "no answer: the model ended after its thinking" : "empty answer: the model ended at once");
   if (tokens !== undefined) found.push(plural(tokens, "token"));
-  if (tokens > 1 && seconds > 0) found.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
+  if (tokens - before > 1 && seconds > 0) found.push(`${((tokens - before - 1) / seconds).toFixed(1)} tokens/s`);
   if (wait !== undefined) found.push(`first after ${wait.toFixed(2)} s`);
   if (cached) found.push(`${cached} of the prompt's tokens from the cache`);
+  if (seed !== undefined) found.push(`seed ${seed}`);
   if (ended === "length") found.push("cut at the longest answer");
   if (ended === "stopped") found.push("stopped");
   return found.join(" · ");
 }
+
+const visible = (text) => text.replaceAll("\n", "↵");
+const difference = ({ number, token }) => (token ? `differs from token ${number}: “${visible(token)}”` : `ends before token ${number} of the other answer`);
 
 export class Message extends Component {
   state = { draft: null };
@@ -31,7 +39,7 @@ export class Message extends Component {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) this.save(event);
   };
 
-  render({ message, busy, last, onRetry }, { draft }) {
+  render({ message, busy, last, onRetry, onContinue }, { draft }) {
     const mine = message.role === "user";
     if (draft !== null) {
       return html`<li class="message user"><form onSubmit=${this.save}>
@@ -47,13 +55,15 @@ export class Message extends Component {
       <span class="who">${mine ? "You" : "Model"}</span>
       ${message.thinking && html`<details class="thinking"><summary>Thinking</summary><p>${message.thinking}</p></details>`}
       ${waiting && html`<p class="waiting" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>`}
-      ${mine ? html`<p class="plain">${message.content}</p>` : html`<${Markdown} text=${message.content} />`}
+      ${mine ? html`<p class="plain" tabindex=${message.content.length > LONG ? 0 : undefined}>${message.content}</p>` : html`<${Markdown} text=${message.content} mark=${message.differs} />`}
       ${message.error && html`<p class="error" role="alert">${message.error}</p>`}
+      ${message.differs && html`<p class="facts">${difference(message.differs)}</p>`}
       ${!(busy && last) && html`<div class="tools">
-        ${message.facts && html`<span class="facts">${facts(message.facts)}</span>`}
+        ${message.facts && html`<span class="facts">${facts(message)}</span>`}
         ${message.content && html`<button type="button" class="quiet" onClick=${(event) => copyText(message.content, event.currentTarget)}>Copy</button>`}
-        ${mine && !busy && html`<button type="button" class="quiet" onClick=${() => this.setState({ draft: message.content })}>Edit</button>`}
+        ${mine && !busy && html`<button type="button" class="quiet edit" onClick=${() => this.setState({ draft: message.content })}>Edit</button>`}
         ${!mine && last && html`<button type="button" class="quiet" onClick=${onRetry}>Retry</button>`}
+        ${!mine && last && message.content && ["length", "stopped"].includes(message.facts?.ended) && html`<button type="button" class="quiet" onClick=${onContinue}>Continue</button>`}
       </div>`}
     </li>`;
   }

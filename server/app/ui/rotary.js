@@ -1,8 +1,8 @@
-// The rotary tab: the model's frequencies and the effect of a scaling. The server computes every number that is shown.
+// The rotary tab: the model's frequencies, and the effect of a scaling on them. The server computes all numbers.
 import { ApiError, getJson, postJson } from "./api.js";
 import { exact, HeatMap, Lines, short } from "./charts.js";
 import { Component, html } from "./html.js";
-import { copyText } from "./markdown.js";
+import { copyText } from "./clipboard.js";
 import { fieldOf, nameOf, ScalingPicker, startOf, valueOf, writtenOf } from "./scaling.js";
 import { Sweep } from "./sweep.js";
 
@@ -19,7 +19,7 @@ function spread(most, count) {
 }
 
 export class Rotary extends Component {
-  state = { settings: null, picked: startOf("yarn"), length: null, first: 0, own: null, scaled: null, error: null, busy: false };
+  state = { settings: null, picked: startOf("yarn", this.props.scalings.kinds), length: null, first: 0, own: null, scaled: null, error: null, busy: false };
 
   componentDidMount() {
     this.load();
@@ -73,18 +73,18 @@ export class Rotary extends Component {
     }
   };
 
-  render({ model, longest, profiles, onCompare, onLocked }, { settings, picked, length, own, scaled, error, busy }) {
-    if (!settings) return html`<main class="room">${error ? html`<p class="error" role="alert">${error} <button type="button" onClick=${this.load}>Try again</button></p>` : html`<p class="note">Asking the server…</p>`}</main>`;
+  render({ model, longest, scalings, onCompare, onLocked }, { settings, picked, length, own, scaled, error, busy }) {
+    if (!settings) return html`<main class="room">${error ? html`<p class="error" role="alert">${error} <button type="button" onClick=${this.load}>Try again</button></p>` : html`<p class="note">Waiting for the server…</p>`}</main>`;
     const trained = settings.model.original_max_position_embeddings;
     return html`<main class="room wide">
-      <section class="panel controls" aria-label="What is looked at">
-        <${ScalingPicker} label="Scaling to look at" value=${picked} profiles=${profiles} onChange=${(value) => this.change({ picked: value })} />
+      <section class="panel controls" aria-label="Scaling and length">
+        <${ScalingPicker} label="Scaling" value=${picked} scalings=${scalings} onChange=${(value) => this.change({ picked: value })} />
         <label class="narrow">Length of the request, in tokens
           <input type="number" min="1" max=${2 ** 31 - 1} value=${length} onInput=${(event) => {
             const wanted = Number(event.currentTarget.value);
             if (Number.isInteger(wanted) && wanted >= 1) this.change({ length: Math.min(wanted, 2 ** 31 - 1) });
           }} /></label>
-        <p class="note">It matters to kinds whose frequencies follow the length, and is how far the charts go.</p>
+        <p class="note">It matters to kinds whose frequencies depend on the length, and is the end of the charts.</p>
         ${error && html`<p class="error" role="alert">${error}</p>`}
       </section>
       ${scaled && html`<div class="stack" aria-busy=${String(busy)}>
@@ -99,7 +99,7 @@ export class Rotary extends Component {
           marks=${[{ at: trained, name: "trained length" }]}
           series=${[curve("the server's own", own, "mean_cosine"), curve(nameOf(picked), scaled, "mean_cosine")]} />
         ${this.table(own, scaled, length)}
-        <${Sweep} model=${model} picked=${picked} profiles=${profiles} longest=${longest} trained=${trained} onLocked=${onLocked} />
+        <${Sweep} model=${model} picked=${picked} scalings=${scalings} longest=${longest} trained=${trained} onLocked=${onLocked} />
       </div>`}
     </main>`;
   }
@@ -127,15 +127,15 @@ export class Rotary extends Component {
     } catch {
       return null;
     }
-    if (written === undefined || typeof written === "string") return null;
-    const json = JSON.stringify(written);
+    if (written === undefined || picked.kind.startsWith("profile:")) return null;
+    const json = writtenOf(picked);
     const copy = (text) => (event) => copyText(text, event.currentTarget);
     return html`<section class="panel" aria-labelledby="paste"><h2 id="paste">To paste</h2>
       <pre class="json" tabindex="0" aria-label="JSON">${json}</pre>
       <div class="tools">
         <button type="button" onClick=${copy(json)}>Copy the JSON</button>
         <button type="button" onClick=${copy(`windlass serve --rope-scaling '${json}'`)}>Copy as an option of the server</button>
-        <button type="button" class="primary" onClick=${() => onCompare(writtenOf(picked))}>Compare in the chat</button>
+        <button type="button" class="primary" onClick=${() => onCompare(picked)}>Compare in the chat</button>
       </div></section>`;
   }
 

@@ -1,24 +1,24 @@
-// A rotary scaling as a person picks it: a kind, sliders for its fields, or JSON; and from that the field of a request.
+// A rotary scaling as a person picks it: a kind, sliders for its fields, or text; and from that the field of a request.
 import { html } from "./html.js";
-import { scaling as readScaling } from "./settings.js";
 
-// Field, label, lowest, highest, step, start. `original_max_position_embeddings` is the model's where it is left out.
-const FACTOR = ["factor", "Factor", 1, 64, 0.5, 4];
-export const KINDS = {
-  default: ["No scaling", []],
-  linear: ["Linear (position interpolation)", [FACTOR]],
-  ntk: ["NTK-aware", [FACTOR]],
-  dynamic: ["Dynamic NTK", [FACTOR]],
-  yarn: ["YaRN", [FACTOR, ["beta_fast", "Beta fast", 1, 128, 1, 32], ["beta_slow", "Beta slow", 0.25, 16, 0.25, 1]]],
-  llama3: ["Llama 3", [FACTOR, ["low_freq_factor", "Low-frequency factor", 0.5, 8, 0.5, 1], ["high_freq_factor", "High-frequency factor", 1, 32, 0.5, 4]]],
-  proportional: ["Proportional", [FACTOR]],
+const TITLES = {
+  default: "No scaling", linear: "Linear (position interpolation)", ntk: "NTK-aware", dynamic: "Dynamic NTK", yarn: "YaRN", llama3: "Llama 3",
+  proportional: "Proportional", dual_chunk: "Dual chunk attention", self_extend: "Self-Extend", rerope: "ReRoPE", log_n: "Log-n attention",
+};
+const FIELD_TITLES = {
+  factor: "Factor", beta_fast: "Beta fast", beta_slow: "Beta slow", low_freq_factor: "Low-frequency factor", high_freq_factor: "High-frequency factor",
+  chunk_size: "Chunk size", local_size: "Local size", group_size: "Group size", window: "Window",
 };
 const OWN = "own";
-const JSON_KIND = "json";
+const AUTO = "auto";
+const TEXT = "text";
+const PROFILE = "profile:";
+const EXAMPLE = 'yarn 4, or {"rope_type": "yarn", "factor": 4}';
 
-export const startOf = (kind) => ({
+// kinds: of GET /v1/rotary, the lowest and highest value and the start of each field.
+export const startOf = (kind, kinds = {}) => ({
   kind,
-  fields: Object.fromEntries((KINDS[kind]?.[1] ?? []).map(([name, , , , , start]) => [name, start])),
+  fields: Object.fromEntries(Object.entries(kinds[kind] ?? {}).map(([name, [, , start]]) => [name, start])),
   text: "",
 });
 export const SERVERS_OWN = startOf(OWN);
@@ -26,9 +26,16 @@ export const SERVERS_OWN = startOf(OWN);
 // The value of `rope_scaling`; undefined for the server's own. Throws an Error that a person understands.
 export function valueOf({ kind, fields, text }) {
   if (kind === OWN) return undefined;
-  if (kind === JSON_KIND) return readScaling(text).rope_scaling;
-  if (kind.startsWith("profile:")) return kind.slice(8);
-  return { rope_type: kind, ...fields };
+  if (kind === AUTO) return AUTO;
+  if (kind.startsWith(PROFILE)) return kind.slice(PROFILE.length);
+  if (kind !== TEXT) return { rope_type: kind, ...fields };
+  const written = text.trim();
+  if (!written.startsWith("{")) return written || undefined; // the server reads the short form
+  try {
+    return JSON.parse(written);
+  } catch {
+    throw new Error(`The rotary scaling is not valid JSON: write ${EXAMPLE}`);
+  }
 }
 
 // Its field of a body.
@@ -44,40 +51,44 @@ export function writtenOf(picked) {
 }
 
 export function nameOf(picked) {
-  const { kind, fields } = picked;
+  const { kind, fields, text } = picked;
   if (kind === OWN) return "the server's own";
-  if (kind === JSON_KIND) return "the JSON";
-  if (kind.startsWith("profile:")) return kind.slice(8);
-  return fields.factor === undefined ? KINDS[kind][0] : `${KINDS[kind][0]}, factor ${fields.factor}`;
+  if (kind === TEXT) return text.trim().startsWith("{") ? "the JSON" : text.trim().slice(0, 60) || "the server's own";
+  if (kind === AUTO) return "auto";
+  if (kind.startsWith(PROFILE)) return kind.slice(PROFILE.length);
+  const title = TITLES[kind] ?? kind;
+  return fields.factor === undefined ? title : `${title}, factor ${fields.factor}`;
 }
 
-export function ScalingPicker({ label, value, profiles = [], onChange }) {
+// scalings: {kinds, profiles, policy}, of GET /v1/rotary.
+export function ScalingPicker({ label, value, scalings, onChange }) {
   const { kind, fields, text } = value;
+  const { kinds, profiles, policy } = scalings;
   const choose = (event) => {
     const next = event.currentTarget.value;
-    const kept = next === JSON_KIND ? safelyWritten(value) : "";
-    onChange({ ...startOf(next), text: kept });
+    onChange({ ...startOf(next, kinds), text: next === TEXT ? safelyWritten(value) : "" });
   };
   const set = (name) => (event) => onChange({ ...value, fields: { ...fields, [name]: Number(event.currentTarget.value) } });
+  const named = kind.startsWith(PROFILE) && !profiles.includes(kind.slice(PROFILE.length)) ? [...profiles, kind.slice(PROFILE.length)] : profiles;
   return html`<fieldset class="picker">
     <legend>${label}</legend>
     <label>Kind
-      <select value=${kind} onChange=${choose}>
+      <select value=${kind} onChange=${choose} disabled=${policy === "off"}>
         <option value=${OWN}>The server's own</option>
-        ${Object.entries(KINDS).map(([name, [title]]) => html`<option value=${name}>${title}</option>`)}
-        ${profiles.map((name) => html`<option value=${`profile:${name}`}>Profile ${name}</option>`)}
-        <option value=${JSON_KIND}>JSON</option>
+        ${policy !== "off" && html`<option value=${AUTO}>Auto: the smallest that the length needs</option>`}
+        ${policy === "allow" && Object.keys(kinds).map((name) => html`<option value=${name}>${TITLES[name] ?? name}</option>`)}
+        ${named.map((name) => html`<option value=${PROFILE + name}>Profile ${name}</option>`)}
+        ${policy !== "off" && html`<option value=${TEXT}>As text</option>`}
       </select>
     </label>
-    ${(KINDS[kind]?.[1] ?? []).map(
-      ([name, title, lowest, highest, step]) => html`<label class="slider">${title} <span class="value">${fields[name]}</span>
-        <input type="range" min=${lowest} max=${highest} step=${step} value=${fields[name]} onInput=${set(name)} />
-      </label>`,
-    )}
-    ${kind === JSON_KIND && html`<label>JSON
-      <textarea rows="3" class="mono" spellcheck=${false} autocapitalize="off" placeholder='{"rope_type": "yarn", "factor": 4}' value=${text}
+    ${Object.entries(kinds[kind] ?? {}).map(([name, [lowest, highest]]) => html`<label class="slider">${FIELD_TITLES[name] ?? name} <span class="value">${fields[name]}</span>
+        <input type="range" min=${lowest} max=${highest} step=${highest > 64 ? 1 : 0.25} value=${fields[name]} onInput=${set(name)} />
+      </label>`)}
+    ${kind === TEXT && html`<label>Scaling
+      <textarea rows="2" class="mono" spellcheck=${false} autocapitalize="off" placeholder=${EXAMPLE} value=${text}
         onInput=${(event) => onChange({ ...value, text: event.currentTarget.value })}></textarea>
     </label>`}
+    ${policy === "off" && html`<p class="note">This server does not let requests change the scaling.</p>`}
   </fieldset>`;
 }
 

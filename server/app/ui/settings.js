@@ -1,4 +1,4 @@
-// Settings of a request in addition to its messages: fields of a form, and the fields of the body made from them.
+// Settings of a request: fields of a form, and from them the fields of a body.
 import { html } from "./html.js";
 
 const NUMBERS = [
@@ -10,7 +10,8 @@ const NUMBERS = [
   ["seed", "Seed", "random", "1"],
 ];
 
-export const EMPTY = { system: "", scaling: "" };
+export const EMPTY = { system: "" };
+export const SETTING_NAMES = ["system", ...NUMBERS.map(([name]) => name)];
 
 // Throws an Error that a person understands where a field cannot be sent.
 export function fields(settings) {
@@ -23,18 +24,6 @@ export function fields(settings) {
     body[name] = value;
   }
   return body;
-}
-
-// A scaling as it is written: empty for the server's own, a name, or a JSON object.
-export function scaling(written) {
-  const text = written.trim();
-  if (text === "") return {};
-  if (!text.startsWith("{")) return { rope_scaling: text };
-  try {
-    return { rope_scaling: JSON.parse(text) };
-  } catch {
-    throw new Error('The rotary scaling is no JSON. An example: {"rope_type": "yarn", "factor": 4}');
-  }
 }
 
 const LONGEST_ANSWER = "4096"; // for models that never end an answer
@@ -64,6 +53,6 @@ export function Settings({ values, recommended, onChange }) {
       <textarea rows="2" value=${values.system} onInput=${set("system")} placeholder="None: the chat template's own"></textarea>
     </label>
     <${NumberFields} values=${values} onChange=${onChange} />
-    <p class="note">${recommended && "It begins with what the model's authors recommend. "}What is left empty is as the server has it.</p>
+    <p class="note">${recommended && "The first values are those that the model's authors recommend. "}Empty fields have the server's defaults.</p>
   </details>`;
 }

@@ -2,10 +2,11 @@
 import { ApiError, postJson } from "./api.js";
 import { Lines } from "./charts.js";
 import { Component, html } from "./html.js";
-import { fieldOf, KINDS, nameOf, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
+import { fieldOf, nameOf, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
 
-const MOST = 4096; // tokens
 const FIRST = 128; // those of the shortest request; each one after it is twice as long
+const PAST = 2; // times the trained length is the longest text
+const LEAST = 4096; // tokens of the longest text, where the trained length is short
 const BINS = 4; // of a request's new tokens
 const MOST_SCALINGS = 6; // as many requests as a browser has open to one server, so that one batch reads them all
 
@@ -31,16 +32,16 @@ function bins(logprobs, from, to) {
   return points;
 }
 
-// Kinds with a factor, as quick additions.
-const QUICK = Object.keys(KINDS).filter((kind) => kind !== "default");
-
-// chosen: scalings compared in addition to the server's own and the sliders', which have boxes of their own.
+// chosen: what is compared beside the server's own and the sliders' scaling, each of which has a box of its own.
 export class Sweep extends Component {
   state = { text: "", own: true, sliders: true, chosen: [], runs: [], done: 0, total: 0, busy: false, error: null, note: null };
 
   componentWillUnmount() {
     this.running?.abort();
   }
+
+  // Tokens of the longest text: past the trained length, where the server's context allows it.
+  most = () => Math.min(this.props.longest, Math.max(LEAST, PAST * this.props.trained));
 
   // The scalings to compare, in the order of the boxes; equal ones once.
   picks() {
@@ -66,7 +67,7 @@ export class Sweep extends Component {
       const picks = this.picks();
       const runs = named(picks).map((name, index) => ({ name, field: fieldOf(picks[index]), points: [] }));
       const { tokens } = await post("tokenize", { prompt: this.state.text, return_offsets: false });
-      const ids = tokens.slice(0, Math.min(MOST, this.props.longest));
+      const ids = tokens.slice(0, this.most());
       if (ids.length < 16) throw new Error(`The text has ${ids.length} tokens: paste at least 16, better a few thousand.`);
       if (ids.length < tokens.length) this.setState({ note: `The first ${ids.length.toLocaleString("en")} of ${tokens.length.toLocaleString("en")} tokens are read.` });
       const lengths = lengthsTo(ids.length);
@@ -91,10 +92,10 @@ export class Sweep extends Component {
     if (this.running === running) this.setState({ busy: false });
   };
 
-  chooser({ picked, profiles }, { own, sliders, chosen, busy }) {
+  chooser({ picked, scalings: { kinds, profiles } }, { own, sliders, chosen, busy }) {
     const check = (name, checked, onChange) => html`<label class="check"><input type="checkbox" checked=${checked} disabled=${busy} onChange=${onChange} /> ${name}</label>`;
     const factor = picked.fields.factor ?? 4;
-    const quick = (kind) => ({ ...startOf(kind), fields: { ...startOf(kind).fields, factor } });
+    const quick = (kind) => ({ ...startOf(kind, kinds), fields: { ...startOf(kind, kinds).fields, factor } });
     const full = this.picks().length >= MOST_SCALINGS;
     const button = (name, one) => html`<button type="button" disabled=${busy || full} onClick=${() => this.add(one)}>${name}</button>`;
     const names = named(chosen);
@@ -108,7 +109,7 @@ export class Sweep extends Component {
       </div>
       <div class="tools"><span class="facts">Add</span>
         ${button("The sliders' as it is now", picked)}
-        ${QUICK.map((kind) => button(named([quick(kind)])[0], quick(kind)))}
+        ${Object.keys(kinds).filter((kind) => kinds[kind].factor).map((kind) => button(named([quick(kind)])[0], quick(kind)))}
         ${button("No scaling", startOf("default"))}
         ${profiles.map((name) => button(`Profile ${name}`, startOf(`profile:${name}`)))}
       </div>
@@ -122,8 +123,11 @@ export class Sweep extends Component {
     return html`<section class="panel" aria-labelledby="sweep">
       <h2 id="sweep">Quick sweep on your text</h2>
       <p class="note">How surprised the model is by each part of a text, by position, under each scaling: lower is better. Each part is scored in a
-        request that ends with it; the scalings share a batch. <code>windlass rope sweep</code> measures more, and says how sure it is.</p>
-      <label>Text, up to ${MOST.toLocaleString("en")} tokens
+        request that ends with it; the scalings share a batch. <code>windlass rope sweep</code> measures more, with confidence intervals.</p>
+      <p class="note">A scaling costs short text, because it slows the rotation of all tokens: near tokens too then appear at fractions of
+        distances, which the model did not see in training. It pays past the trained length (${whole(props.trained)} tokens).
+        ${props.longest <= props.trained && ` This server's context of ${whole(props.longest)} tokens ends before that: only the operator can enlarge it, with --max-model-len.`}</p>
+      <label>Text, up to ${whole(this.most())} tokens
         <textarea rows="4" value=${text} onInput=${(event) => this.setState({ text: event.currentTarget.value })}></textarea></label>
       ${this.chooser(props, state)}
       <div class="tools">
@@ -138,12 +142,13 @@ export class Sweep extends Component {
       ${seen.length > 0 && html`<${Lines} title="Perplexity by position" xTitle="position in tokens" yTitle="perplexity" logX logY points
         marks=${seen[0].points.at(-1).at > props.trained ? [{ at: props.trained, name: "trained length" }] : []}
         series=${runs.map((run) => ({ name: run.name, x: run.points.map(({ at }) => at), y: run.points.map(({ sum, count }) => Math.exp(sum / count)) }))} />
-        <p class="totals">${seen.map((run) => html`<span key=${run.name}>${run.name}: perplexity ${overall(run.points).toFixed(3)}</span>`)}</p>`}
+        <p class="totals">${seen.map((run) => html`<span key=${run.name}>${run.name}: perplexity ${overall(run.points).toFixed(3)}</span>`)}</p>
+        <p class="note verdict">${verdicts(seen, props.trained).join(" ")}</p>`}
     </section>`;
   }
 }
 
-// Key that distinguishes two scalings. That of unfinished JSON is its text.
+// What distinguishes two scalings. An unfinished JSON is distinguished by its text.
 function keyOf(picked) {
   try {
     return writtenOf(picked);
@@ -154,7 +159,7 @@ function keyOf(picked) {
 
 // A name for each, with its fields where two would have the same.
 function named(picks) {
-  const names = picks.map((picked) => (picked.kind === "json" ? kindOf(picked) : nameOf(picked).replace(/ \([^)]*\)/, "")));
+  const names = picks.map((picked) => (picked.kind === "text" ? kindOf(picked) : nameOf(picked).replace(/ \([^)]*\)/, "")));
   return names.map((name, index) => (names.indexOf(name) === names.lastIndexOf(name) ? name : `${name} ${keyOf(picks[index])}`));
 }
 
@@ -166,6 +171,21 @@ function kindOf(picked) {
   } catch {
     return "the JSON";
   }
+}
+
+const whole = (value) => value.toLocaleString("en");
+
+// What each scaling costs up to the trained length, and gains past it, against the first.
+function verdicts([reference, ...others], trained) {
+  return others.flatMap(({ name, points }) => {
+    const parts = [["up to the trained length", (at) => at <= trained], ["past it", (at) => at > trained]].flatMap(([where, includes]) => {
+      const [own, scaled] = [reference.points, points].map((all) => all.filter(({ at }) => includes(at)));
+      if (!own.length || own.length !== scaled.length) return [];
+      const change = 100 * (overall(scaled) / overall(own) - 1);
+      return [`${Math.abs(change).toFixed(1)} % ${change > 0 ? "higher" : "lower"} ${where}`];
+    });
+    return parts.length ? [`Perplexity of ${name} against ${reference.name}: ${parts.join(", ")}.`] : [];
+  });
 }
 
 // Over every token that was scored.

@@ -151,6 +151,34 @@ def test_profile_equals_its_object(live: Live) -> None:
     assert (named.rope_update, chat.rope_update, chat.rope_exact) == (None, "rotate", False)
 
 
+def test_short_form_equals_its_object(live: Live) -> None:
+    live.complete("a", rope_scaling="yarn 2 beta_fast=16")
+    assert live.engine.requests[-1].rope_scaling == RopeScaling.from_dict(
+        {"rope_type": "yarn", "factor": 2, "beta_fast": 16}
+    )
+    assert live.refusal(PATH, {"prompt": "a", "rope_scaling": "yarn x"}) == ("rope_scaling.factor", "invalid_value")
+    assert "'yarn'" in live.refuse(PATH, {"prompt": "a", "rope_scaling": "yarm 4"})["message"]
+    assert 'scaling="linear"' not in live.http.get("/metrics").text
+    live.complete("a", rope_scaling="linear 2")
+    assert 'scaling="linear"' in live.http.get("/metrics").text and "linear 2" not in live.http.get("/metrics").text
+
+
+def test_a_profile_wins_over_the_short_form() -> None:
+    with live_server(rope_profiles={"yarn": RopeScaling.from_dict({"rope_type": "linear", "factor": 2})}) as live:
+        live.complete("a", rope_scaling="yarn")
+        assert live.engine.requests[-1].rope_scaling == RopeScaling.from_dict({"rope_type": "linear", "factor": 2})
+
+
+def test_kinds_of_the_model_have_ranges(live: Live) -> None:
+    kinds = live.http.get("/v1/rotary").json()["kinds"]
+    assert kinds["default"] == {} and set(kinds) >= {"linear", "yarn", "rerope"}
+    for kind, fields in kinds.items():
+        for index in range(3):  # the lowest, the highest and the start are accepted
+            values = {name: numbers[index] for name, numbers in fields.items()}
+            response = live.post(INSPECT, {"rope_scaling": {"rope_type": kind, **values}})
+            assert response.status_code == 200, response.text
+
+
 def test_an_unknown_profile_lists_the_known_ones(live: Live) -> None:
     error = live.refuse(PATH, {"prompt": "a", "rope_scaling": "wide"})
     assert (error["code"], error["param"]) == ("unknown_profile", "rope_scaling")
@@ -211,6 +239,9 @@ def test_profiles_only() -> None:
         error = live.refuse(PATH, {"prompt": "a", "rope_scaling": YARN})
         assert (error["param"], error["code"]) == ("rope_scaling", "rope_scaling_not_allowed")
         assert "--rope-policy profiles" in error["message"] and "grow, long" in error["message"]
+        refused = ("rope_scaling", "rope_scaling_not_allowed")
+        assert live.refusal(PATH, {"prompt": "a", "rope_scaling": "yarn 2"}) == refused
+        assert live.refusal(PATH, {"prompt": "a", "rope_scaling": '{"rope_type": "yarn", "factor": 2}'}) == refused
         assert live.post(INSPECT, {"rope_scaling": YARN}).status_code == 200
         assert len(live.engine.requests) == 1
 

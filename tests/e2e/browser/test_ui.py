@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.browser import Seen
 from helpers.live_server import Live, live_server
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from windlass.server.app.web_pages import UI_PATHS
 
@@ -27,6 +27,13 @@ def set_reply(live: Live, text: str) -> None:
     live.engine.reset()
     live.engine.reply = live.tokenizer.encode(text, add_special_tokens=False)
     live.engine.eos_after = len(live.engine.reply)  # the end is a further token
+
+
+def set_scaling(page: Page, text: str, group: str = "Rotary scaling") -> None:
+    """Write the scaling of a column as text."""
+    picker = page.get_by_role("group", name=group)
+    picker.get_by_label("Kind").select_option("text")
+    picker.get_by_label("Scaling", exact=True).fill(text)
 
 
 def test_browsers_get_the_page_and_other_clients_links(live: Live) -> None:
@@ -95,7 +102,7 @@ def test_settings_system_prompt_and_scaling_reach_the_engine(seen: Seen, live: L
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Longest answer").fill("7")
-    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
+    set_scaling(page, '{"rope_type": "linear", "factor": 2}')
     seen.ask("hello")
     expect(page.locator(".message.assistant")).to_contain_text("yes")
     (request,) = live.engine.requests
@@ -136,7 +143,7 @@ def test_message_is_edited_and_answer_regenerated(seen: Seen, live: Live) -> Non
 def test_two_scalings_are_compared(seen: Seen, live: Live) -> None:
     set_reply(live, "both")
     seen.page.get_by_role("button", name="Compare").click()
-    seen.page.get_by_label("Right: rotary scaling").fill('{"rope_type": "yarn", "factor": 4}')
+    set_scaling(seen.page, "yarn 4", "Right: rotary scaling")
     seen.ask("hello")
     expect(seen.page.locator(".message.assistant .facts")).to_have_count(2)
     kinds = {request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests}
@@ -145,15 +152,14 @@ def test_two_scalings_are_compared(seen: Seen, live: Live) -> None:
 
 def test_refusals_are_shown_and_the_chat_continues(seen: Seen, live: Live) -> None:
     set_reply(live, "now")
-    field = seen.page.get_by_label("Rotary scaling")
-    field.fill("{")
+    set_scaling(seen.page, "{")
     seen.ask("hello")
-    expect(seen.page.get_by_role("alert")).to_contain_text("no JSON")
-    field.fill("nothing-of-this-name")
+    expect(seen.page.get_by_role("alert")).to_contain_text("not valid JSON")
+    set_scaling(seen.page, "nothing-of-this-name")
     seen.ask("hello")
     expect(seen.page.get_by_role("alert")).to_contain_text("nothing-of-this-name")
     assert live.engine.requests == []
-    field.fill("")
+    set_scaling(seen.page, "")
     seen.ask("hello")
     expect(seen.page.locator(".message.assistant .markdown")).to_have_text("now")
     expect(seen.page.locator(".message")).to_have_count(2)
@@ -164,10 +170,10 @@ def test_copied_program_sends_the_request_of_the_page(browser: Browser, live: Li
     set_reply(live, "it's")
     seen = Seen(browser, live, permissions=["clipboard-read", "clipboard-write"])
     page = seen.page
-    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
+    set_scaling(page, '{"rope_type": "linear", "factor": 2}')
     seen.ask('it\'s "quoted" \\ and\u2028more')
     expect(page.get_by_role("button", name="httpx")).to_be_visible()
-    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 8}')  # for the next question
+    set_scaling(page, '{"rope_type": "linear", "factor": 8}')  # for the next question
     for kind in ("httpx", "openai"):
         page.get_by_role("button", name=kind).click()
         expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -195,7 +201,8 @@ def test_key_is_requested_and_stored_in_the_tab_only(browser: Browser) -> None:
         expect(page.locator(".message.assistant")).to_contain_text("open")
         page.reload()
         expect(page.get_by_label("Message", exact=True)).to_be_visible()
-        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        stored = page.evaluate("Object.keys(localStorage)")
+        assert all(key.startswith("windlass-chat:") for key in stored) and page.evaluate("document.cookie") == ""
         seen.complaints.clear()  # of the browser about the 401
         seen.done()
 

@@ -1,21 +1,17 @@
 """The other tabs of the page in a real browser: completions, rotary scalings, attention and the cache.
 
-Their display is compared with formulas, and with the results of scripted and real engines. Accessibility is checked with axe-core
-(tests/e2e/browser/axe; MPL-2.0; the npm package axe-core 4.14.1).
+Their display is compared with formulas, and with the results of scripted and real engines.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from helpers.browser import Seen
+from helpers.browser import Seen, violations
 from helpers.live_server import Live, live_server
 from helpers.real_server import serve
 from helpers.rotary_formulas import by_formula
@@ -50,25 +46,6 @@ def shared() -> Iterator[Live]:
     sampling = {"temperature": 0.2, "top_p": 0.9}
     with live_server(attention_maps=True, rope_profiles=profiles, recommended_sampling=sampling) as live:
         yield live
-
-
-AXE = Path(__file__).parent / "axe" / "axe.min.js.gz"
-
-
-@cache
-def axe_source() -> str:
-    return gzip.decompress(AXE.read_bytes()).decode()
-
-
-def violations(page: Page) -> list[str]:
-    """Accessibility problems of the page in its current state, one per line."""
-    page.evaluate(axe_source())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    return [
-        f"{one['id']} ({one['impact']}): {node['html'][:160]} {node['failureSummary'][:300]}"
-        for one in found["violations"]
-        for node in one["nodes"]
-    ]
 
 
 def enter(browser: Browser, live: Live, tab: str, **context: object) -> Seen:
@@ -156,8 +133,8 @@ def test_escape_ends_a_completion_and_errors_are_shown(browser: Browser, live: L
     live.wait(lambda: len(live.engine.aborted) == 1)
     expect(page.get_by_role("button", name="Continue the text")).to_be_visible()
     page.get_by_text("Settings and rotary scaling").click()
-    page.get_by_label("Kind").select_option("json")
-    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "facto": 4}')
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_role("textbox", name="Scaling").fill('{"rope_type": "yarn", "facto": 4}')
     page.get_by_role("button", name="Continue the text").click()
     expect(page.get_by_role("alert")).to_contain_text("facto")
     seen.complaints.clear()  # of the browser about the 400
@@ -226,7 +203,7 @@ def test_scaling_is_passed_to_the_chat(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Rotary")
     page = seen.page
     page.get_by_role("button", name="Compare in the chat").click()
-    expect(page.get_by_label("Right: rotary scaling")).to_have_value(re.compile(r'"yarn"'))
+    expect(page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind")).to_have_value("yarn")
     seen.ask("hello")
     expect(page.locator(".message.assistant .facts")).to_have_count(2)
     assert {request.rope_scaling for request in live.engine.requests} == {None, RopeScaling.from_dict(YARN)}
@@ -239,7 +216,7 @@ def test_sweep_shows_the_perplexity_of_its_parts(browser: Browser, live: Live) -
     text = "the quick brown fox jumps over the lazy dog " * 24
     ids = live.tokenizer.encode(text, add_special_tokens=True)[:256]
     assert len(ids) == 256  # the context length
-    page.get_by_label("Text, up to 4,096 tokens").fill(text)
+    page.get_by_label("Text, up to 256 tokens").fill(text)
     page.get_by_role("button", name="Run the sweep").click()
     expect(page.get_by_text("768 of 768 tokens scored")).to_be_visible()  # two texts of 128 and 256
     expect(page.get_by_role("button", name="Run the sweep")).to_be_visible()
@@ -259,6 +236,13 @@ def test_sweep_shows_the_perplexity_of_its_parts(browser: Browser, live: Live) -
     assert numbers(shown["the server's own"]) == pytest.approx(wanted, rel=1e-8)
     overall = math.exp(sum(surprise) / 255)
     expect(page.locator(".totals span").first).to_have_text(f"the server's own: perplexity {overall:.3f}")
+    trained = ROTARY[0].base.trained_len
+    assert trained < 256
+    verdict = "Perplexity of YaRN, factor 4 against the server's own: 0.0 % lower up to the trained length, 0.0 % lower past it."
+    expect(page.locator(".verdict")).to_have_text(verdict)
+    expect(page.get_by_text("A scaling costs short text")).to_contain_text(
+        f"past the trained length ({trained} tokens)"
+    )
     seen.done(page.get_by_role("button", name="Run the sweep"))
 
 
@@ -273,7 +257,7 @@ def test_sweep_compares_selected_scalings_and_stops(browser: Browser, live: Live
     for name in ("Linear, factor 8", "NTK-aware, factor 8", "Profile long", "Dynamic NTK, factor 8"):
         panel.get_by_role("button", name=name, exact=True).click()
     panel.get_by_role("button", name="Leave out NTK-aware, factor 8").click()
-    panel.get_by_label("Text, up to 4,096 tokens").fill(text)
+    panel.get_by_label("Text, up to 256 tokens").fill(text)
     panel.get_by_role("button", name="Run the sweep").click()
     expect(panel.get_by_text("1,920 of 1,920 tokens scored")).to_be_visible()
     names = ["YaRN, factor 8", "YaRN, factor 4", "Linear, factor 8", "long", "Dynamic NTK, factor 8"]
@@ -288,8 +272,8 @@ def test_sweep_compares_selected_scalings_and_stops(browser: Browser, live: Live
     # At most six are compared. A refused one is named.
     panel.get_by_label("the server's own").check()
     expect(panel.get_by_role("button", name="No scaling")).to_be_disabled()
-    page.get_by_label("Kind").select_option("json")
-    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "factr": 4}')
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_role("textbox", name="Scaling").fill('{"rope_type": "yarn", "factr": 4}')
     panel.get_by_role("button", name="Run the sweep").click()
     expect(panel.get_by_role("alert")).to_contain_text(re.compile("^yarn: .*factr"))
     page.get_by_label("Kind").select_option("linear")
@@ -328,6 +312,8 @@ def test_attention_under_two_scalings(browser: Browser, live: Live) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     expect(page.locator(".reading").nth(1)).to_contain_text("does not see")
+    labels = page.locator(".labels.down").first.locator("span")
+    assert labels.all_inner_texts() == [live.tokenizer.token_text(i).strip() or "␣" for i in left.token_ids]
     score = table(page, "Mean score by distance")
     assert numbers(score["long"]) == [-back for back in range(len(left.token_ids))]
     expect(page.get_by_label("Layer of 2")).to_have_attribute("max", "1")
@@ -337,10 +323,26 @@ def test_attention_under_two_scalings(browser: Browser, live: Live) -> None:
 def test_disabled_attention_names_its_option(browser: Browser) -> None:
     with live_server() as live:
         seen = enter(browser, live, "Attention")
-        seen.page.get_by_role("button", name="Show the attention").click()
-        expect(seen.page.get_by_role("alert")).to_contain_text("--attention-maps")
-        seen.complaints.clear()  # of the browser about the 403
+        expect(seen.page.get_by_text("starting the server with --attention-maps")).to_be_visible()
+        expect(seen.page.get_by_role("button", name="Show the attention")).to_be_disabled()
         seen.done(seen.page.get_by_role("button", name="Show the attention"))
+
+
+def test_errors_do_not_advise_options_that_the_page_cannot_set(browser: Browser, live: Live) -> None:
+    seen = enter(browser, live, "Chat")
+    seen.ask("too long " * 200)
+    expect(seen.page.get_by_role("alert")).to_contain_text("context")
+    seen.page.get_by_label("Kind").select_option("text")
+    seen.page.get_by_label("Scaling", exact=True).fill("bogus")
+    with_option = seen.page.evaluate(
+        """async () => (await import("/ui/api.js")).advised("start it with --max-model-len 4")"""
+    )
+    assert with_option.endswith(
+        "(--max-model-len is an option of the server: only its operator can set it, at the next start.)"
+    )
+    assert seen.page.evaluate("""async () => (await import("/ui/api.js")).advised("shorten it")""") == "shorten it"
+    seen.complaints.clear()  # of the browser about the 400
+    seen.done()
 
 
 def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
@@ -353,7 +355,7 @@ def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
     expect(figures.filter(has_text="Waiting")).to_contain_text("2")
     expect(figures.filter(has_text="Prompt tokens found")).to_contain_text("2 of 8 (25 %)")
     expect(figures.filter(has_text="Blocks in use")).to_contain_text("2 of 64")
-    expect(page.get_by_role("img", name="1 held by one request, 1 by several, 1 kept, of 64")).to_be_visible()
+    expect(page.get_by_role("img", name="1 used by one request, 1 by several, 1 cached, of 64")).to_be_visible()
     colours = page.evaluate(PIXELS)
     assert colours[0] == colours[1] and len(set(colours)) == 3  # held twice, cached, free
     live.engine.engine_stats = live.engine.engine_stats.__class__(num_running=7)
@@ -361,7 +363,7 @@ def test_cache_display_is_updated(browser: Browser, live: Live) -> None:
     page.get_by_role("button", name="Pause").click()
     assert all("willReadFrequently" in line for line in seen.complaints)  # because this test reads the canvas
     seen.complaints.clear()
-    seen.done(page.get_by_role("button", name="Go on"))
+    seen.done(page.get_by_role("button", name="Resume"))
 
 
 # ---- all tabs -----------------------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ def use(seen: Seen, tab: str) -> None:
         expect(page.get_by_role("region", name="Likely tokens")).to_be_visible()
     elif tab == "Rotary":
         page.get_by_text("Every pair as numbers").click()
-        page.get_by_label("Text, up to 4,096 tokens").fill("the quick brown fox " * 10)
+        page.get_by_label("Text, up to 256 tokens").fill("the quick brown fox " * 10)
         page.get_by_role("button", name="Run the sweep").click()
         expect(page.get_by_role("figure").filter(has_text="Perplexity by position")).to_be_visible()
     elif tab == "Attention":
@@ -450,7 +452,7 @@ def test_sweep_equals_the_perplexity_of_separate_requests(browser: Browser) -> N
         page = seen.page
         for name in ("Linear, factor 4", "NTK-aware, factor 4"):
             page.get_by_role("button", name=name, exact=True).click()
-        page.get_by_label("Text, up to 4,096 tokens").fill(TEXT)
+        page.get_by_label(re.compile("^Text, up to ")).fill(TEXT)
         page.get_by_role("button", name="Run the sweep").click()
         expect(page.get_by_role("button", name="Run the sweep")).to_be_visible(timeout=60_000)
         shown = dict(text.split(": perplexity ") for text in page.locator(".totals span").all_inner_texts())

@@ -110,6 +110,12 @@ def test_default_model_is_that_of_other_commands(
     assert "rope_scaling.factor" in error_of("inspect", '{"rope_type": "yarn", "factor": 0}') and len(requested) == 2
 
 
+def test_short_form_equals_its_object(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = json.dumps({"rope_type": "yarn", "factor": 8, "beta_fast": 16})
+    expected = inspect_json(capsys, written, "--model", str(model))
+    assert inspect_json(capsys, "yarn 8 beta_fast=16", "--model", str(model)) == expected
+
+
 def test_known_model_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_json(capsys, YARN, "--model", "demo")["trained_length"] == 512
 
@@ -122,6 +128,7 @@ def test_known_model_name(capsys: pytest.CaptureFixture[str]) -> None:
         (['{"rope_type": "yarn", "factor": 0}'], "rope_scaling.factor"),
         (['{"rope_type": "spiral"}'], "yarn"),
         (["[1]"], "must be an object"),
+        (["yarn x"], "rope_scaling.factor must be a number, got 'x'"),
         ([YARN, "--length", "0"], "--length must be between 1 and 2147483647, got 0"),
         ([YARN, "--length", "2147483648"], "--length must be between 1 and 2147483647, got 2147483648"),
         ([YARN, "--length", "9" * 400], "got a huge integer"),

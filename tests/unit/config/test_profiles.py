@@ -27,6 +27,11 @@ OBJECT = json.dumps({"long": YARN, "wide-2.0": LINEAR}, indent=1)
         [f"  {OBJECT}\n"],
         [json.dumps({"long": YARN}), ARGUMENTS[1]],
         [ARGUMENTS[0] + json.dumps({"wide-2.0": LINEAR})],
+        ["long=yarn 4", "wide-2.0=linear 2.5"],
+        "long=yarn 4 wide-2.0=linear factor=2.5".split(),
+        ["long=yarn 4", ARGUMENTS[1]],
+        ["long=yarn 4", json.dumps({"wide-2.0": LINEAR})],
+        [json.dumps({"long": "yarn 4", "wide-2.0": "linear 2.5"})],
     ],
 )
 def test_every_notation_reads_alike(values: list[str]) -> None:
@@ -41,21 +46,23 @@ def test_no_profiles() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (
-            ["long"],
-            '`rope_profile` must be NAME=JSON such as long=\'{"rope_type": "yarn", "factor": 4}\', got \'long\'',
-        ),
+        (["long"], "`rope_profile` must be NAME=SCALING such as long=\"yarn 4\", got 'long'"),
         (["=4"], "`rope_profile` '': a name has 1 to 64"),
         (["-x={}"], "`rope_profile` '-x': a name"),
         (["a/b={}"], "`rope_profile` 'a/b': a name"),
         ([f"{'x' * 65}={{}}"], "a name has 1 to 64"),
         (['{"a b": {}}'], "`rope_profile` 'a b': a name"),
         (["long={"], "`rope_profile` long is not valid JSON"),
-        (["long="], "`rope_profile` long is not valid JSON"),
+        (["long="], "`rope_profile` long is empty: write yarn 4"),
         (["long=" + "[" * 100_000], "`rope_profile` long"),
         (["{"], "`rope_profile` is not valid JSON"),
-        (["long=4"], "`rope_profile` long must be an object"),
-        (["long=null"], "`rope_profile` long must be an object"),
+        (["long=4"], "`rope_profile` long.rope_type '4' is not known: use one of default"),
+        (["long=yarn"], "`rope_profile` long.factor is missing"),
+        (
+            ["long=yarn 4 facto=2"],
+            "`rope_profile` long.facto is not a field of rope_type 'yarn' (did you mean 'factor'?)",
+        ),
+        (["long=yarn 4 8"], "`rope_profile` long.factor is given twice in 'yarn 4 8'"),
         (['{"long": 4}'], "`rope_profile` long must be an object"),
         (['long={"rope_type": "yarn", "factor": 0}'], "`rope_profile` long.factor must be greater than 0"),
         (['long={"rope_type": "yarn", "factor": NaN}'], "`rope_profile` long.factor must be a finite number"),
@@ -64,7 +71,7 @@ def test_no_profiles() -> None:
         ([*ARGUMENTS, ARGUMENTS[0]], "`rope_profile` long is given twice"),
         ([json.dumps({"long": YARN}), ARGUMENTS[0]], "`rope_profile` long is given twice"),
         (['{"long": {}, "long": {}}'], "'long' is given twice"),
-        ([ARGUMENTS[0], "and more"], "`rope_profile` must be NAME=JSON"),
+        ([ARGUMENTS[0], "and more"], "`rope_profile` must be NAME=SCALING"),
     ],
 )
 def test_a_wrong_profile_is_named_in_one_line(values: list[str], expected: str) -> None:

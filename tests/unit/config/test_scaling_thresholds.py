@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.auto_scaling import AUTO, ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.config.engine_options import EngineOptions
+from windlass.server.startup.in_process import read_options
 
 YARN = {"rope_type": "yarn", "factor": 4}
 LONG = RopeScaling.from_dict(YARN)
@@ -27,6 +28,11 @@ def test_thresholds_follow_auto() -> None:
     assert thresholds("8192=none,32768=long") == expected
     options = EngineOptions(rope_scaling="long,8192=none", rope_profile=PROFILES)  # type: ignore[arg-type]
     assert (options.parse_rope_scaling(), options.scaling_thresholds()) == (LONG, expected[:1])
+    for value in ("yarn 4,8192=none", "yarn factor=4,8192=none"):
+        options = EngineOptions(rope_scaling=value)
+        assert (options.parse_rope_scaling(), options.scaling_thresholds()) == (LONG, expected[:1])
+    lists = EngineOptions(rope_scaling="longrope short_factor=[1,2] long_factor=[2,3]")
+    assert lists.scaling_thresholds() == () and lists.parse_rope_scaling().get("long_factor") == (2, 3)
     assert thresholds(None) == thresholds("auto", {}) == thresholds("auto,") == ()
 
 
@@ -54,3 +60,13 @@ def test_errors_name_the_value(value: str, says: str) -> None:
 def test_a_profile_must_not_be_named_none() -> None:
     with pytest.raises(LoadError, match="the name of a `rope_profile` too"):
         thresholds("auto,8192=none", {"none": YARN})
+
+
+def test_short_form_is_an_option_and_a_mapping_of_profiles() -> None:
+    engine, _ = read_options({"rope_scaling": "yarn 4", "rope_profile": {"long": "yarn 4", "same": YARN}})
+    assert engine.parse_rope_scaling() == LONG and engine.profiles() == {"long": LONG, "same": LONG}
+    with pytest.raises(RequestError) as caught:
+        EngineOptions(rope_scaling="yarn 4 facto=2").parse_rope_scaling()
+    assert caught.value.param == "`rope_scaling`.facto" and "did you mean 'factor'?" in caught.value.message
+    with pytest.raises(LoadError, match="no `rope_profile` has this name"):
+        EngineOptions(rope_scaling="bogus").parse_rope_scaling()

@@ -163,6 +163,10 @@ def test_scalings_are_drawn_by_weight_and_label_requests():
     assert not any("rope_scaling" in json.loads(call.body) for call in drawn if call.label == "server's scaling")
 
 
+def test_short_form_is_sent_as_it_is():
+    assert WeightedScaling.parse("2@yarn 4 beta_fast=16") == WeightedScaling("yarn 4 beta_fast=16", 2.0)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "3", "true", "0@null", "-1@null", "x y", "[1]", "", "1e999@null", '{"factor": NaN}']
 )
