@@ -4,7 +4,7 @@ import { Lines } from "./charts.js";
 import { Component, createRef, html } from "./html.js";
 
 const EVERY = 1000; // milliseconds
-const KEPT = 120; // looks back
+const KEPT = 120; // samples that are shown
 const COLOURS = 8; // of owners, in the style sheet
 
 const whole = (value) => Math.round(value).toLocaleString("en");

@@ -12,7 +12,7 @@ export function short(value) {
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
-// On an axis there is little room.
+// Short forms for the labels of an axis.
 const brief = (value) => (Math.abs(value) >= 1e4 ? value.toLocaleString("en", { notation: "compact" }) : short(value));
 
 export const exact = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(9))));

@@ -9,7 +9,7 @@ import { EMPTY, Settings, starting } from "./settings.js";
 import { actionOf, HelpSheet } from "./shortcuts.js";
 import * as store from "./store.js";
 
-const WIDE = "(min-width: 64rem)"; // room for the list next to the chat
+const WIDE = "(min-width: 64rem)"; // wide enough for the list next to the chat
 const TITLE_LENGTH = 60;
 const NEW_TITLE = "New chat";
 

@@ -90,7 +90,7 @@ export class Completion extends Component {
     return `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s${cached ? `, ${cached} of the prompt's from the cache` : ""}`;
   }
 
-  // Keep what stands before token `index`, put another in its place (or keep it), and go on.
+  // Continue after the tokens before `index` and, if it is given, another token in its place.
   continueFrom = (index, id) => {
     const { tokens, prompt } = this.state;
     const before = tokens.slice(0, index);
@@ -155,7 +155,7 @@ export class Completion extends Component {
   }
 }
 
-// {"token_id:17": -0.3, …} as a list, likeliest first.
+// {"token_id:17": -0.3, …} as a list, most likely first.
 function entries(top) {
   return Object.entries(top ?? {})
     .map(([name, logprob]) => ({ id: Number(name.slice(NAME.length)), logprob }))

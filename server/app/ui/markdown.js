@@ -40,7 +40,7 @@ export function Markdown({ text, mark }) {
 
 const blocks = (tokens, depth) => tokens.map((token) => (depth > DEEPEST ? plain(token.raw) : block(token, depth + 1)));
 
-// depth: of what stands inside the token.
+// depth: of the contents of the token.
 function block(token, depth) {
   switch (token.type) {
     case "space":

@@ -32,7 +32,7 @@ function bins(logprobs, from, to) {
   return points;
 }
 
-// chosen: what is compared beside the server's own and the sliders' scaling, each of which has a box of its own.
+// chosen: scalings to compare with the server's own and that of the sliders, each of which has a checkbox of its own.
 export class Sweep extends Component {
   state = { text: "", own: true, sliders: true, chosen: [], runs: [], done: 0, total: 0, busy: false, error: null, note: null };
 
