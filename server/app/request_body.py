@@ -95,7 +95,7 @@ def parse_body(raw: bytes | bytearray, model: type[M], report: FieldReport | Non
     try:
         return model.model_validate(data, context=report)
     except ValidationError as error:
-        raise _validation_error(error) from None
+        raise validation_error(error) from None
 
 
 def _check_headers(request: Request) -> None:
@@ -220,7 +220,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
                 stack.extend(item)
 
 
-def _validation_error(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> ApiError:
     """The first error, with `param` as the client would write it: `messages[0].content`, `stop`."""
     first = error.errors(include_url=False)[0]
     location = [part for part in first["loc"] if not (isinstance(part, str) and "[" in part)]

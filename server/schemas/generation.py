@@ -281,6 +281,8 @@ class GenerationRequest(SharedRequest):
     hints: ClassVar[dict[str, str]] = UNKNOWN_FIELD_HINTS | {
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
+        "max_new_tokens": "it is called max_tokens here",
+        "guided_decoding": "it is called structured_outputs here",
     }
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
