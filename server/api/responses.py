@@ -532,17 +532,17 @@ _RESPONSE = Operation(
         "delete_response": "Delete it.",
     },
     examples={
-        "plain": ("A text", {**_QUESTION, "max_output_tokens": 16}),
+        "plain": ("A text", {**_QUESTION, "max_output_tokens": 200}),
         "items": (
             "Items",
             {
                 "instructions": "Answer in one word.",
                 "input": [{"role": "user", "content": [{"type": "input_text", "text": "Where does the river begin?"}]}],
-                "max_output_tokens": 16,
+                "max_output_tokens": 200,
                 "store": False,
             },
         ),
-        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 16, "stream": True}),
+        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 200, "stream": True}),
     },
     # The first and the last event hold the entire response, which is too long for an example.
     stream_examples=[
