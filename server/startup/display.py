@@ -123,10 +123,10 @@ def _capacity(info: ModelInfo | ModelSize) -> str:
 
 
 def count(number: int) -> str:
-    """5_400_000 -> "5.4 M"."""
+    """5_400_000 -> "5.4M"."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= unit:
-            return f"{number / unit:.3g} {name}"
+            return f"{number / unit:.3g}{name}"
     return str(number)
 
 
