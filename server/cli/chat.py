@@ -342,13 +342,17 @@ def show_context(use: ContextUse | None) -> str:
     """A short description of how the context of an answer was changed; "" if it was not."""
     if use is None:
         return ""
-    counts = {
-        "{:,} turns dropped": use.dropped_turns,
-        "{:,} tokens dropped": use.dropped_tokens,
-        "{:,} tokens taken from passages": use.reused_tokens,
-        "a window of {:,} tokens": use.attention_window,
-    }
-    return ", ".join(text.format(count) for text, count in counts.items() if count)
+    counts = [
+        (use.dropped_turns, "turn", "{} dropped"),
+        (use.dropped_tokens, "token", "{} dropped"),
+        (use.reused_tokens, "token", "{} taken from passages"),
+        (use.attention_window, "token", "a window of {}"),
+    ]
+    return ", ".join(text.format(_counted(number, noun)) for number, noun, text in counts if number)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def show_rotary(rotary: Rotary) -> str:
@@ -655,10 +659,12 @@ class ChatLoop:
 
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
-        counted = f"{tokens:,} {'token' if tokens == 1 else 'tokens'}"
+        counted = _counted(tokens, "token")
         facts = [timing.describe(counted if usage else f"stopped after about {counted}", tokens)]
         if usage and self._context:
-            facts.append(f"{usage.total_tokens:,} of {self._context:,} tokens of context used")
+            change = stream.rotary.context if stream.rotary else None
+            used = usage.total_tokens - (change.dropped_tokens or 0 if change else 0)
+            facts.append(f"{min(used, self._context):,} of {self._context:,} tokens of context used")
         if self._dialogue.rope is not None:
             facts.append(
                 f"scaling {show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope)}"
