@@ -756,7 +756,7 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
     if after is not None:
         positions = [position for position, item in enumerate(items) if item.id == after]
         if not positions:
-            raise bad_request("after names no item of this response", "after")
+            raise bad_request("after is not the id of an item of this response", "after")
         items = items[positions[0] + 1 :]
     page, more = items[: int(limit)], len(items) > int(limit)
     listed = {

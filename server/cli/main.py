@@ -204,7 +204,7 @@ def chat(
     api_key: ServerKey = None,
     help_all: HelpAll = False,
 ) -> int:
-    """Chat with a model on the terminal. /help lists what it understands."""
+    """Chat with a model on the terminal. /help lists commands."""
     from windlass.server.cli.chat import chat_locally, chat_remote
 
     if url is None:
