@@ -8,6 +8,7 @@ because OpenMP reads them once; this module does not import torch.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -33,6 +34,17 @@ def processors() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = processor_quota()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def processor_name() -> str:
+    """The processor's name and the threads that may compute at once: "AMD EPYC 9B14, 2 threads"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, "") or platform.processor() or platform.machine()
+    return f"{name}, {processors()} {'thread' if processors() == 1 else 'threads'}"
 
 
 def processor_quota() -> float | None:

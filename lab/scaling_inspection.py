@@ -109,7 +109,7 @@ def read_groups(directory: Path) -> tuple[RotaryGroup, ...]:
     except (ValueError, RecursionError) as error:
         raise LoadError(f"{path} is not valid JSON ({error}): download it again") from None
     if not isinstance(config, dict):
-        raise LoadError(f"{path} does not hold a JSON object: download it again")
+        raise LoadError(f"{path} does not contain a JSON object: download it again")
     return read_rotary_groups(config)
 
 

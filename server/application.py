@@ -47,7 +47,7 @@ from windlass.server.app.middleware import (
     known_paths,
 )
 from windlass.server.app.state import TEMPLATE_CHANGES_HEADER, ServerState
-from windlass.server.app.web_pages import DOCS_PATHS, UI_PATHS
+from windlass.server.app.web_pages import BASE_PATHS, DOCS_PATHS, UI_PATHS
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
 from windlass.server.openapi import openapi_document
@@ -122,7 +122,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
     if settings.requires_key:
-        public_paths = PUBLIC_PATHS | DOCS_PATHS | (UI_PATHS if settings.ui else frozenset())
+        public_paths = PUBLIC_PATHS | BASE_PATHS | DOCS_PATHS | (UI_PATHS if settings.ui else frozenset())
         app.add_middleware(AuthMiddleware, callers=state.callers, public_paths=public_paths)
     app.add_middleware(
         LimitsMiddleware,

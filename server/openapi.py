@@ -86,7 +86,7 @@ _ERROR_EXAMPLES = (
         param="model",
         code="model_not_found",
     ),
-    ApiError(408, "the body did not come in time", code="body_timeout"),
+    ApiError(408, "the body did not arrive in time", code="body_timeout"),
     ApiError(413, "the body is larger than 33554432 bytes", code="request_too_large"),
     ApiError(
         421,
@@ -97,7 +97,7 @@ _ERROR_EXAMPLES = (
     ),
     ApiError(
         429,
-        "4096 requests are in progress, the most this server takes",
+        "4096 requests are in progress, the limit of this server",
         code="too_many_requests",
         type="rate_limit_error",
     ),

@@ -233,7 +233,7 @@ def check_tier_options(config: EngineConfig) -> None:
     for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
         if asked is not None and not config.cache.prefix_caching:
             raise LoadError(
-                f"`cache.{field}` keeps what prompts share, and they share nothing without `cache.prefix_caching`"
+                f"`cache.{field}` stores shared beginnings of prompts, which requires `cache.prefix_caching`"
             )
     free, size = available_memory(), config.cache.host_memory
     if size is not None and free is not None and size > free:
@@ -250,8 +250,8 @@ def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirection
     cache = config.cache
     if cache.host_memory is not None and not on_device:
         raise LoadError(
-            "`cache.host_memory` takes what a GPU's cache evicts, and this cache is in main memory already: leave it out and "
-            "raise `cache.memory`"
+            "`cache.host_memory` stores what the cache of a GPU evicts, and this cache is already in main memory: leave it "
+            "out and raise `cache.memory`"
         )
     for field, size in (
         ("persist", None if cache.persist is None else cache.persist_size or PERSIST_SIZE),
@@ -261,7 +261,8 @@ def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirection
             continue
         if is_bidirectional:
             raise LoadError(
-                f"`cache.{field}` keeps what texts share, and a token of this model sees those behind it: leave it out"
+                f"`cache.{field}` stores shared beginnings of texts, but tokens of this model also attend to later ones: "
+                "leave it out"
             )
         fewest = _MIN_BLOCKS * cache.block_size * token_bytes
         if size < fewest:

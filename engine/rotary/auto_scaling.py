@@ -60,7 +60,7 @@ class AutoScalingThresholds:
             if step.up_to is None or length <= step.up_to:
                 return step
         raise RequestError(
-            f"rope_scaling auto: prompt and output have {length} tokens, the last step of this server's ladder holds "
+            f"rope_scaling auto: prompt and output have {length} tokens, the last threshold of this server is "
             f"{self.end}: ask for fewer tokens, or name a scaling",
             "rope_scaling",
             "context_length_exceeded",

@@ -184,7 +184,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if not self._eos:
-            raise RequestError("this model names no token that ends an answer, which grammars need", "grammar")
+            raise RequestError("this model has no end-of-sequence token, which grammars need", "grammar")
         try:
             return LLTokenizer(str(self._file), n_vocab=self.vocab_size, eos_token=self._eos)
         except Exception as error:  # the library raises what its parts raise

@@ -171,22 +171,22 @@ _CHAT = Operation(
     done_event=True,
     errors=GENERATION_ERRORS,
     examples={
-        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 200}),
         "streamed": (
             "Streamed",
-            {**_QUESTION, "max_tokens": 16, "stream": True, "stream_options": {"include_usage": True}},
+            {**_QUESTION, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}},
         ),
         "held": (
             "An answer that follows a schema",
             {
                 **_QUESTION,
-                "max_tokens": 64,
+                "max_tokens": 200,
                 "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}},
             },
         ),
         "likely": (
             "With log-probabilities",
-            {**_QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+            {**_QUESTION, "max_tokens": 50, "temperature": 0, "logprobs": True, "top_logprobs": 2},
         ),
     },
     stream_examples=[

@@ -158,10 +158,10 @@ _COMPLETION = Operation(
     done_event=True,
     errors=GENERATION_ERRORS,
     examples={
-        "plain": ("Continuation of a prompt", {"prompt": "The king said", "max_tokens": 16}),
+        "plain": ("Continuation of a prompt", {"prompt": "The king said", "max_tokens": 100}),
         "several": (
             "Two prompts with two answers each",
-            {"prompt": ["The king", "The sea"], "max_tokens": 8, "n": 2, "seed": 7},
+            {"prompt": ["The king", "The sea"], "max_tokens": 50, "n": 2, "seed": 7},
         ),
         "scored": (
             "Log-probabilities of a text",
@@ -171,14 +171,14 @@ _COMPLETION = Operation(
             "Streamed",
             {
                 "prompt": "The king said",
-                "max_tokens": 16,
+                "max_tokens": 100,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             },
         ),
         "scaled": (
             "Another rotary scaling",
-            {"prompt": "The king said", "max_tokens": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            {"prompt": "The king said", "max_tokens": 50, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         ),
     },
     stream_examples=[

@@ -233,7 +233,7 @@ _INFILL = Operation(
     examples={
         "plain": (
             "Text between two texts",
-            {"input_prefix": "def area(r):\n    return ", "input_suffix": "\n\nprint(area(2))\n", "n_predict": 16},
+            {"input_prefix": "def area(r):\n    return ", "input_suffix": "\n\nprint(area(2))\n", "n_predict": 64},
         ),
         "files": (
             "With a passage of another file, streamed",
@@ -242,7 +242,7 @@ _INFILL = Operation(
                 "input_suffix": "\n",
                 "input_extra": [{"filename": "shapes.py", "text": "def area(r):\n    return 3.14 * r * r\n"}],
                 "prompt": "print(",
-                "n_predict": 8,
+                "n_predict": 50,
                 "stream": True,
             },
         ),

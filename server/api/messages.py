@@ -332,17 +332,17 @@ _MESSAGE = Operation(
     named_events=True,
     errors=GENERATION_ERRORS,
     examples={
-        "plain": ("The next turn", {**_QUESTION, "max_tokens": 16}),
+        "plain": ("The next turn", {**_QUESTION, "max_tokens": 200}),
         "blocks": (
             "Content blocks",
             {
                 "system": "Answer in one word.",
                 "messages": [{"role": "user", "content": [{"type": "text", "text": "Where does the river begin?"}]}],
-                "max_tokens": 16,
+                "max_tokens": 200,
                 "temperature": 0,
             },
         ),
-        "streamed": ("Streamed", {**_QUESTION, "max_tokens": 16, "stream": True}),
+        "streamed": ("Streamed", {**_QUESTION, "max_tokens": 200, "stream": True}),
     },
     stream_examples=[
         {

@@ -560,17 +560,17 @@ _RESPONSE = Operation(
         "delete_response": "Delete it.",
     },
     examples={
-        "plain": ("A text", {**_QUESTION, "max_output_tokens": 16}),
+        "plain": ("A text", {**_QUESTION, "max_output_tokens": 200}),
         "items": (
             "Items",
             {
                 "instructions": "Answer in one word.",
                 "input": [{"role": "user", "content": [{"type": "input_text", "text": "Where does the river begin?"}]}],
-                "max_output_tokens": 16,
+                "max_output_tokens": 200,
                 "store": False,
             },
         ),
-        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 16, "stream": True}),
+        "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 200, "stream": True}),
     },
     # The first and the last event hold the entire response, which is too long for an example.
     stream_examples=[
@@ -790,7 +790,7 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
     if after is not None:
         positions = [position for position, item in enumerate(items) if item.id == after]
         if not positions:
-            raise bad_request("after names no item of this response", "after")
+            raise bad_request("after is not the id of an item of this response", "after")
         items = items[positions[0] + 1 :]
     page, more = items[: int(limit)], len(items) > int(limit)
     listed = {

@@ -39,7 +39,7 @@ _INSIDE = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){0,64}+("?)', re.DOTALL)
 
 _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …", "List should …"
 
-_VERBS = ("should ", "holds ", "goes ")
+_VERBS = ("should ", "holds ", "contains ", "goes ")
 
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # in a list of names in a header
 
@@ -95,7 +95,7 @@ def parse_body(raw: bytes | bytearray, model: type[M], report: FieldReport | Non
     try:
         return model.model_validate(data, context=report)
     except ValidationError as error:
-        raise _validation_error(error) from None
+        raise validation_error(error) from None
 
 
 def _check_headers(request: Request) -> None:
@@ -142,7 +142,7 @@ async def _read(request: Request, stall_seconds: float) -> bytearray:
     except TimeoutError:
         raise ApiError(
             408,
-            f"no more of the body came within {stall_seconds:g} s",
+            f"no more of the body arrived within {stall_seconds:g} s",
             code="body_timeout",
             headers={"connection": "close"},
         ) from None
@@ -211,7 +211,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
             if isinstance(item, str):
                 if "\0" in item:
                     raise bad_request(
-                        "strings must not hold the null character (U+0000)", name.replace("\0", ""), "null_character"
+                        "strings must not contain the null character (U+0000)", name.replace("\0", ""), "null_character"
                     )
             elif isinstance(item, dict):
                 stack.extend(item)
@@ -220,7 +220,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
                 stack.extend(item)
 
 
-def _validation_error(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> ApiError:
     """The first error, with `param` as the client would write it: `messages[0].content`, `stop`."""
     first = error.errors(include_url=False)[0]
     location = [part for part in first["loc"] if not (isinstance(part, str) and "[" in part)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
+import html
 from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from windlass.server.app.state import state_of
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -68,6 +71,7 @@ _UI_POLICY = (
 
 _LINKS = {
     "name": "windlass",
+    "page": "/",
     "models": "/v1/models",
     "chat": "/v1/chat/completions",
     "description": "/openapi.json",
@@ -94,6 +98,42 @@ async def ui_file(request: Request, name: str) -> Response:
     return await send_file(request, _UI_FOLDER, name, _UI_POLICY)
 
 
+BASE_PATHS = frozenset({"/v1", "/v1/"})
+
+_BASE_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>Windlass API</title>
+<h1>Windlass API</h1>
+<p>This is the base URL for OpenAI clients: <code>OpenAI(base_url="{base}", api_key="none")</code></p>
+<ul>{links}</ul>
+</html>
+"""
+
+_PLAIN_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+async def base_page(request: Request) -> Response:
+    """The base URL of the API, which is not an endpoint: links, as a page for clients that accept HTML."""
+    links = dict(_LINKS)
+    if not state_of(request).settings.ui:
+        del links["page"]
+    headers = {"vary": "accept", "cache-control": "no-cache"}
+    if "text/html" not in request.headers.get("accept", ""):
+        return JSONResponse({**links, "message": "This is the base URL of the API."}, headers=headers)
+    texts = {"page": "Chat with the model", "docs": "Documentation of the API", "models": "Models"}
+    up = "../" if request.scope["path"].endswith("/") else "./"  # relative, since a proxy may add a prefix
+    items = "".join(
+        f'<li><a href="{up}{links[name].removeprefix("/")}">{text}</a></li>'
+        for name, text in texts.items()
+        if name in links
+    )
+    page = _BASE_PAGE.format(base=html.escape(str(request.url.replace(query=""))), links=items)
+    return HTMLResponse(page, headers={**headers, "content-security-policy": _PLAIN_POLICY})
+
+
 _DOCS_FOLDER = Path(__file__).parent / "openapi_pages"
 
 _PAGES = {"/docs": "docs.html", "/redoc": "redoc.html"}
@@ -109,6 +149,9 @@ _DOCS_POLICY = (
 )
 
 openapi_router = APIRouter(include_in_schema=False)
+
+for _path in sorted(BASE_PATHS):
+    openapi_router.add_api_route(_path, base_page)
 
 
 @openapi_router.get("/docs")

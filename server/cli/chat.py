@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_ANSWER_TOKENS = 4096  # for models that never end an answer
+_LONG_WAIT_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -341,13 +342,17 @@ def show_context(use: ContextUse | None) -> str:
     """A short description of how the context of an answer was changed; "" if it was not."""
     if use is None:
         return ""
-    counts = {
-        "{:,} turns dropped": use.dropped_turns,
-        "{:,} tokens dropped": use.dropped_tokens,
-        "{:,} tokens taken from passages": use.reused_tokens,
-        "a window of {:,} tokens": use.attention_window,
-    }
-    return ", ".join(text.format(count) for text, count in counts.items() if count)
+    counts = [
+        (use.dropped_turns, "turn", "{} dropped"),
+        (use.dropped_tokens, "token", "{} dropped"),
+        (use.reused_tokens, "token", "{} taken from passages"),
+        (use.attention_window, "token", "a window of {}"),
+    ]
+    return ", ".join(text.format(_counted(number, noun)) for number, noun, text in counts if number)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def show_rotary(rotary: Rotary) -> str:
@@ -453,6 +458,19 @@ class _AnswerTiming:
         self.first = self.first or self.last
         self.pieces += 1
 
+    def describe(self, counted: str, tokens: int) -> str:
+        """The time of an answer and its speed: "12 tokens in 0.3 s (40 tokens/s)". counted: the number of tokens in words.
+
+        If the first token took long, the speed is that after it.
+        """
+        if not self.pieces:
+            return counted
+        total, waited = self.last - self.asked, self.first - self.asked
+        if waited >= _LONG_WAIT_SECONDS and tokens > 1 and self.last > self.first:
+            speed = (tokens - 1) / (self.last - self.first)
+            return f"{counted} in {total:.1f} s (the first after {waited:.1f} s, then {speed:,.0f} tokens/s)"
+        return f"{counted} in {total:.1f} s ({tokens / max(total, 1e-3):,.0f} tokens/s)"
+
 
 class ChatLoop:
     """One chat. server: started for this chat; None if it uses a running one."""
@@ -495,6 +513,8 @@ class ChatLoop:
         return int(self._failed and not self._console.interactive)
 
     def _introduce(self) -> None:
+        from windlass.server.startup.display import count
+
         with self._console.interrupt_exits():
             models = self._client.models()
         served: Model | None = next(
@@ -504,14 +524,15 @@ class ChatLoop:
             return
         self._check_template(served.id)
         self._context = served.max_model_len
-        facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
-        self._console.note_if_interactive(
-            f"{', '.join(fact for fact in facts if fact)}. /help lists the commands, ctrl-D ends the chat."
-        )
+        facts = [f"context of {self._context:,} tokens"] if self._context else []
+        if served.num_parameters:
+            facts.insert(0, f"{count(served.num_parameters)} parameters")
+        described = f"{served.id} ({', '.join(facts)})" if facts else served.id
+        self._console.note_if_interactive(f"{described}. /help lists commands.")
         if served.recommended_sampling:  # of requests that set none
-            shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
+            shown = ", ".join(f"{name} {value:g}" for name, value in served.recommended_sampling.items())
             self._console.note_if_interactive(
-                f"Sampling: {shown}, as recommended by the model's authors; /params changes it."
+                f"Sampling as the model's authors recommend: {shown}. /params changes it."
             )
 
     def _check_template(self, model: str) -> None:
@@ -575,7 +596,7 @@ class ChatLoop:
                 stream.close()
         self._console.write("\n")
         if stream is None or (stopped and not stream.text):
-            self._console.note(f"[stopped before the {'answer' if timing.pieces else 'first token'}]")
+            self._console.note(f"stopped before the {'answer' if timing.pieces else 'first token'}")
             return False
         self._dialogue.exchanges.append((question, stream.text))
         self._commands.last = stream.rotary or self._commands.last
@@ -588,24 +609,25 @@ class ChatLoop:
 
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
-        facts = [f"{tokens} tokens" if usage else f"stopped after about {tokens} tokens"]
-        if timing.last > timing.first and tokens > 1:
-            facts.append(f"{(tokens - 1) / (timing.last - timing.first):.1f} tokens/s")
-        if timing.pieces:
-            facts.append(f"the first after {timing.first - timing.asked:.2f} s")
+        counted = _counted(tokens, "token")
+        facts = [timing.describe(counted if usage else f"stopped after about {counted}", tokens)]
         if usage and self._context:
-            facts.append(f"{usage.total_tokens:,} of {self._context:,} of the context")
+            change = stream.rotary.context if stream.rotary else None
+            used = usage.total_tokens - (change.dropped_tokens or 0 if change else 0)
+            facts.append(f"{min(used, self._context):,} of {self._context:,} tokens of context used")
         if self._dialogue.rope is not None:
-            facts.append(show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope))
+            facts.append(
+                f"scaling {show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope)}"
+            )
         if stream.rotary and (context := show_context(stream.rotary.context)):
             facts.append(context)
-        self._console.note(f"[{', '.join(facts)}]")
+        self._console.note(", ".join(facts))
         if stopped or stream.finish_reasons.get(0) != "length":
             return
         if usage and self._context and usage.total_tokens >= self._context:
             self._console.note(_CONTEXT_FULL_HINT)
         else:
-            self._console.note("[stopped at max_tokens: /params max_tokens=N raises the limit]")
+            self._console.note("the answer reached max_tokens: /params max_tokens=N sets another limit")
 
     def _check_server(self, seconds: float) -> None:
         """Raise EngineError if the server of this chat has ended, or ends within this time."""
@@ -626,8 +648,8 @@ class ChatLoop:
 _EXIT_SECONDS = 2.0  # a process closes its connections shortly before it ends
 
 _CONTEXT_FULL_HINT = (
-    "[the context is full: /new starts a new chat, /undo removes the last question, /context drop_turns drops the oldest turns, "
-    "/context shift lets answers continue]"
+    "the context is full: /new starts a new chat, /undo removes the last question, /context drop_turns drops the oldest turns, "
+    "/context shift lets answers continue"
 )
 
 

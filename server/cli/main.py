@@ -127,16 +127,18 @@ def bench_engine(
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,
     output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
     as_json: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all measurements and settings.")] = False,
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.clients.terminal import LoadingDisplay
-    from windlass.engine.host_resources import apply_thread_settings
+    from windlass.engine.host_resources import apply_thread_settings, processor_name
+    from windlass.server.startup.display import count
     from windlass.server.startup.launch import check_model
     from windlass.server.startup.model_files import choose_model, with_draft_model
 
     engine.to_config(Path())  # report bad options before anything is downloaded
-    _, path = choose_model(model)
+    name, path = choose_model(model)
     engine = with_draft_model(engine)
     check_model(engine, path)
     config = engine.to_config(path)
@@ -144,23 +146,44 @@ def bench_engine(
     from windlass.engine.engine_benchmark import run_engine_benchmark
 
     display = LoadingDisplay()
+    single = None  # decode speed of one stream
     try:
         result = run_engine_benchmark(
             config, batch_size=batch_size, input_len=input_len, output_len=output_len, progress=display
         )
+        if batch_size > 1 and output_len > 1 and not as_json:
+            alone = run_engine_benchmark(
+                config, batch_size=1, input_len=input_len, output_len=output_len, progress=display
+            )
+            single = alone["decode_tokens_per_second"]
     finally:
         display.stop()
     result["settings"] |= {name: value for name, value in to_flat(config).items() if name not in result["settings"]}
     if as_json:
         print(json.dumps(result))
         return
+    settings = result["settings"]
+    parameters, device = settings.get("num_parameters"), settings.get("resolved_device")
+    described = f"{name} ({count(parameters)} parameters)" if parameters else name
+    stored = settings.get("resolved_quantization") or settings.get("resolved_dtype")
+    print(f"{described}, {stored}, on {processor_name() if device in (None, 'cpu') else device}")
+    speeds = [
+        ("decode, 1 stream", single),
+        (f"decode, {batch_size} {'stream' if batch_size == 1 else 'streams'}", result.get("decode_tokens_per_second")),
+        (f"prompts of {input_len:,} tokens", result.get("prefill_tokens_per_second")),
+    ]
+    for label, speed in speeds:
+        if speed is not None:
+            print(f"  {label:24} {speed:>10,.1f} tokens/s")
+    if not verbose:
+        return
     from rich.console import Console
     from rich.table import Table
 
     table = Table("measure", "value")
     settings = result.pop("settings")
-    for name, value in (result | settings).items():
-        table.add_row(name.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
+    for measure, value in (result | settings).items():
+        table.add_row(measure.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
 
 
@@ -181,7 +204,7 @@ def chat(
     api_key: ServerKey = None,
     help_all: HelpAll = False,
 ) -> int:
-    """Chat with a model on the terminal. /help lists what it understands."""
+    """Chat with a model on the terminal. /help lists commands."""
     from windlass.server.cli.chat import chat_locally, chat_remote
 
     if url is None:

@@ -42,7 +42,7 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
         f"  free      {free}",
     ]
     if sized.draft_bytes:
-        lines.append(f"  draft     {size(sized.draft_bytes)} of weights; its cache is counted below")
+        lines.append(f"  draft     {size(sized.draft_bytes)} for its weights; its cache is part of the cache below")
     if replicas > 1:
         lines.append(f"  replicas  {replicas}, each with the cache below; the weights are in memory once")
     if sized.refusal is None:
@@ -59,8 +59,8 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
 
 
 def _table(option: str, takes: str, choices: tuple[Alternative, ...], length: int) -> list[str]:
-    """A row for each choice; the selected one has a star. length: tokens of a stream."""
-    rows = [(option, "stored as", takes, "tokens that fit", f"streams of {length:,}")]
+    """A row for each choice; the selected one has a star. length: tokens of a request."""
+    rows = [(option, "stored as", takes, "tokens that fit", f"requests of {length:,}")]
     for choice in choices:
         star = " *" if choice.chosen else ""
         fit = f"{choice.tokens:,}" if choice.tokens else "none"

@@ -162,14 +162,14 @@ class EngineOptions:
         TOKENS,
         default=2048,
         sets="scheduling.max_num_batched_tokens",
-        help="Token budget of one step.",
+        help="Maximum number of tokens, of prompts and answers together, that are computed in one step.",
     )
     max_num_seqs: int = Panel.BATCHING.option(
         integer(),
         default=64,
         sets="scheduling.max_num_seqs",
         main=True,
-        help="Sequences that run at once, at most 65,536.",
+        help="Requests that run at once, at most 65,536; each of the n samples of a request counts.",
     )
     max_waiting: int = Panel.BATCHING.option(
         integer(),
@@ -203,7 +203,7 @@ class EngineOptions:
         SWITCH,
         default=True,
         sets="cache.prefix_caching",
-        help="Reuse the cache of equal prompt starts.",
+        help="Reuse cached keys and values for prompts with the same beginning.",
     )
     kv_persist: str | None = Panel.CONTEXT.option(
         folder("a folder"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError, nearest
@@ -146,6 +146,34 @@ _UNNEEDED_OPTIONS = {
     "--embedding --reranking": "they are always available",
 }
 
+# Keywords of Python classes, separated by spaces, without an option of the same name: of llama-cpp-python and transformers.
+_KEYWORDS = {
+    "n_ctx": "--max-model-len",
+    "n_seq_max": "--max-num-seqs",
+    "n_batch n_ubatch": "--max-num-batched-tokens",
+    "n_threads n_threads_batch num_threads": "--threads",
+    "type_k type_v": "--kv-cache-dtype",
+    "model_path filename repo_id pretrained_model_name_or_path": "the first argument, model",
+    "rope_freq_base rope_freq_scale rope_scaling_type yarn_orig_ctx yarn_ext_factor yarn_attn_factor": _SCALING,
+    "lora_path lora_base lora_scale": "--lora, a list such as ['name=folder']",
+    "draft_model": "--speculative-model",
+    "chat_format chat_handler": "--chat-template",
+    "verbose": "log_level, such as 'info'",
+    "torch_dtype": "--dtype",
+    "device_map main_gpu": "--device",
+    "load_in_8bit": "quantization='int8'",
+    "load_in_4bit": "quantization='int4'",
+}
+
+# Why such a keyword can be left out.
+_UNNEEDED_KEYWORDS = {
+    "use_mmap use_mlock vocab_only": "weights are read once into memory",
+    "flash_attn logits_all": "it is always available",
+    "tensor_split split_mode offload_kqv": "a model is on one device",
+    "disable_log_stats": "no statistics are logged",
+    "max_seq_len_to_capture": "every length of a context is captured",
+}
+
 # Commands of Ollama.
 _COMMANDS = {
     "run": "here it is `windlass chat`",
@@ -215,6 +243,26 @@ def foreign_option_hint(context: Any, given: str) -> str | None:
     if why := _find(_UNNEEDED_OPTIONS, given):
         return f"{why}: leave it out" if known.issuperset(_NAMED.findall(why)) else "leave it out"
     return _find(_ALTERNATIVES, given)
+
+
+def foreign_keyword_hint(name: str, known: Collection[str]) -> str | None:
+    """The keyword of `LLM` for one of vLLM, llama-cpp-python or transformers, or why it is not needed; else None.
+
+    known: the keywords of `LLM`.
+    """
+    flag = f"--{name.replace('_', '-')}"
+    if why := _find(_UNNEEDED_KEYWORDS, name):
+        return f"{why}: leave it out"
+    if ours := _find(_KEYWORDS, name) or _find(_RENAMED_OPTIONS, flag):
+        keywords = {found: found.removeprefix("--").replace("-", "_") for found in _NAMED.findall(ours)}
+        if not set(known).issuperset(keywords.values()):
+            return None
+        return f"use {_NAMED.sub(lambda found: keywords[found[0]], ours)}"
+    if field := _find(_REQUEST_FIELDS, flag):
+        return f"use {field} of the sampling parameters"
+    if why := _find(_UNNEEDED_OPTIONS, flag):
+        return "leave it out" if "--" in why else f"{why}: leave it out"
+    return None
 
 
 def _find(table: dict[str, str], given: str) -> str | None:

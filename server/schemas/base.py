@@ -209,7 +209,7 @@ def _token_bias(value: Any) -> Any:
         return value
     if len(value) > 1024:
         raise PydanticCustomError(
-            "too_many", "logit_bias holds at most 1024 entries, got {count}", {"count": len(value)}
+            "too_many", "logit_bias may have at most 1024 entries, got {count}", {"count": len(value)}
         )
     result: dict[int, Any] = {}
     for key, bias in without_nulls(value).items():
@@ -238,9 +238,9 @@ def check_free_form(value: Any, *, numbers: bool = True) -> Any:
         elif isinstance(item, list):
             stack.extend(item)
         elif numbers and isinstance(item, float) and not -1e300 < item < 1e300:
-            raise PydanticCustomError("number", "holds a number that is not finite")
+            raise PydanticCustomError("number", "contains a number that is not finite")
         elif numbers and isinstance(item, int) and abs(item) > INT64_MAX:
-            raise PydanticCustomError("number", "holds an integer of more than 64 bits")
+            raise PydanticCustomError("number", "contains an integer of more than 64 bits")
     return value
 
 
@@ -339,7 +339,7 @@ def _check_prompt_shape(value: Any) -> Any:
     if not value:
         raise PydanticCustomError("empty", "should not be an empty list")
     if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
-        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
+        raise PydanticCustomError("type", "should contain strings, token ids or lists of token ids")
     return value
 
 

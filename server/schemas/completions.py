@@ -36,6 +36,15 @@ SAMPLERS = {
 }
 
 
+CompletionLogprobsField = Annotated[
+    Annotated[int, Field(ge=0, le=20)] | None,
+    Field(
+        description="Number of alternatives per token whose log-probabilities are returned. 0: only the tokens' "
+        "own. Default: none are returned.",
+    ),
+]
+
+
 class CompletionRequest(GenerationRequest):
     """One or several prompts."""
 
@@ -51,11 +60,7 @@ class CompletionRequest(GenerationRequest):
         default=None,
         description="Whether answers begin with the prompt, with its log-probabilities if `logprobs` is set. Default: false.",
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None,
-        description="Alternatives per token whose log-probabilities are returned. 0: only the tokens' own. Default: "
-        "none are returned.",
-    )
+    logprobs: CompletionLogprobsField = None
     suffix: str | None = Field(
         default=None,
         description="Text after a gap that the answer fills. The prompt is the text before it. Requires a model "

@@ -274,6 +274,8 @@ class GenerationRequest(SharedRequest):
         "n_predict": "it is called max_tokens here",
         "num_predict": "it is called max_tokens here",
         "format": "it is called response_format here",
+        "max_new_tokens": "it is called max_tokens here",
+        "guided_decoding": "it is called structured_outputs here",
     }
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(

@@ -58,16 +58,16 @@ def summary(
         )
     lines += [f"  rotary    {_rotation(group)}" for group in info.rotary_groups]
     if info.rotary_auto:
-        lines.append("  scaling   auto: the least that the length of a request needs")
+        lines.append("  scaling   auto: the smallest that the length of each request needs")
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
     if info.generates and not chats:
-        lines.append("  chats     none: the model has no chat template (--chat-template FILE gives it one)")
+        lines.append("  chats     none: the model has no chat template (--chat-template FILE sets one)")
     if sampling:
-        lines.append(f"  sampling  {sampling}, unless a request sets it")
+        lines.append(f"  sampling  {sampling}, unless a request sets its own")
     elif info.generates:
-        neutral = "temperature 1, from all tokens"
-        lines.append(f"  sampling  {neutral}, unless a request sets it (--override-generation-config sets it)")
+        neutral = "temperature 1, unless a request sets its own (--override-generation-config changes it)"
+        lines.append(f"  sampling  {neutral}")
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {with_option_names(notice)}" for notice in info.notices]
@@ -89,10 +89,11 @@ def _exceeds_trained_length(info: ModelInfo) -> bool:
 def memory_lines(sized: ModelInfo | ModelSize) -> list[str]:
     """Memory of weights and cache, and the contexts that fit, of a loaded or an estimated model."""
     return [
-        f"  memory    {size(sized.weight_bytes)} of weights, {size(sized.kv_cache_bytes)} of cache ({sized.kv_cache_dtype})",
+        f"  memory    {size(sized.weight_bytes)} for the weights, at most {size(sized.kv_cache_bytes)} for the cache "
+        f"({sized.kv_cache_dtype})",
         f"  cache     {_capacity(sized)}",
         f"  context   {sized.max_model_len:,} tokens (trained for {sized.trained_len:,}), "
-        f"up to {sized.max_num_seqs} sequences at once",
+        f"up to {sized.max_num_seqs} requests at once",
     ]
 
 
@@ -106,27 +107,45 @@ def _rotation(group: RotaryGroup) -> str:
 
 
 def _capacity(info: ModelInfo | ModelSize) -> str:
-    """Capacity of the cache in tokens, in streams of the longest context, and per stream of the largest batch."""
+    """Capacity of the cache in tokens, in requests of the longest context, and per request of the largest batch."""
     if info.is_bidirectional:
-        return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"
-    blocks = " + ".join(f"{blocks:,}" for blocks in info.num_kv_blocks)
-    if len(info.num_kv_blocks) > 1:  # windowed layers need fewer blocks the longer a stream is
-        return f"{blocks} blocks of {info.block_size} tokens, one number for each kind of layer"
+        return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, for the texts of one step"
+    if len(info.num_kv_blocks) > 1:  # windowed layers need fewer blocks the longer a request is
+        tokens_by_group = " + ".join(f"{blocks * info.block_size:,}" for blocks in info.num_kv_blocks)
+        return f"{tokens_by_group} tokens, one number for each kind of layer"
     tokens = info.num_kv_blocks[0] * info.block_size
     whole = tokens // info.max_model_len
-    longest = f"{whole:,} {'stream' if whole == 1 else 'streams'} of {info.max_model_len:,}"
+    longest = f"{whole:,} {'request' if whole == 1 else 'requests'} of {info.max_model_len:,}"
     streams = min(info.max_num_seqs, info.num_states - 1) if info.num_states else info.max_num_seqs
     each = min(tokens // streams, info.max_model_len)
     shared = f", or {streams:,} of {each:,}" if whole < streams else ""
-    states = f"; {info.num_states:,} states of {size(info.state_bytes)}" if info.num_states else ""
-    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): holds {longest}{shared}{states}"
+    states = f"; {info.num_states:,} recurrent states of {size(info.state_bytes)}" if info.num_states else ""
+    return f"{tokens:,} tokens: enough for {longest}{shared}{states}"
+
+
+def link_lines(base: str, *, page: bool, key: bool, chats: bool, generates: bool) -> list[str]:
+    """Addresses of a server, and a command to try it. base: URL without a path. key: whether requests need an API key."""
+    if chats and generates:
+        command = f"windlass chat --url {base}"
+    elif generates:
+        command = f'windlass generate "Once upon a time" --url {base}'
+    else:
+        command = f"""curl {base}/v1/embeddings -H 'Content-Type: application/json' -d '{{"input": "hello"}}'"""
+    if key:
+        command += " --api-key KEY" if generates else " -H 'Authorization: Bearer KEY'"
+    return [
+        *([f"  page      {base}"] if page else []),
+        f"  API       {base}/v1",
+        f"  API docs  {base}/docs",
+        f"  try       {command}",
+    ]
 
 
 def count(number: int) -> str:
-    """5_400_000 -> "5.4 M"."""
+    """5_400_000 -> "5.4M"."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= unit:
-            return f"{number / unit:.3g} {name}"
+            return f"{number / unit:.3g}{name}"
     return str(number)
 
 
@@ -171,7 +190,7 @@ def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> st
     parts.append(cache)
     if proposed := after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens:
         accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
-        parts.append(f"{accepted / proposed:.0%} of proposals accepted")
+        parts.append(f"{accepted / proposed:.0%} of draft tokens accepted")
     if preempted := after.num_preemptions - before.num_preemptions:
         parts.append(f"{preempted:,} preempted")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""`LLM`: a model inside this process, without a server: options, the event loop thread, and the SDK's transport to the app."""
+"""`LLM`: a model inside this process, without a server: batches, the event loop thread, and the SDK's transport to the app."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 from starlette.types import ASGIApp, Message
@@ -33,18 +34,23 @@ from windlass.clients import (
     ScoreOptions,
     Stream,
 )
-from windlass.clients.options import Messages, TokenIds
+from windlass.clients.options import Messages, TemplateOptions, TokenIds
 from windlass.clients.terminal import LoadingDisplay, stderr_is_terminal
-from windlass.engine.errors import EngineDeadError, EngineError, LoadError, did_you_mean
+from windlass.engine.errors import EngineDeadError, EngineError, LoadError
 from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.config.engine_options import EngineOptions
-from windlass.server.config.migration_hints import moved_option_hint
-from windlass.server.config.option import options_of
 from windlass.server.config.option_names import with_keyword_names
 from windlass.server.config.server_options import ServerOptions, check_log_level
 from windlass.server.config.settings import ServerSettings
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import make_app, prepare, read_template
+from windlass.server.startup.llm_arguments import (
+    AnyParams,
+    merged_fields,
+    read_conversations,
+    read_options,
+    read_prompts,
+)
 from windlass.server.startup.model_defaults import check_loaded
 
 T = TypeVar("T")
@@ -72,9 +78,9 @@ class LLM:
     `windlass serve` with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a mapping,
     `rope_profile` a mapping of names to scalings. Raises LoadError, one line with the option to change.
 
-    Its methods may be called from any thread of the process that created it. They raise the errors of `windlass.clients`:
-    BadRequestError names the field at fault; APIConnectionError reports that the model was closed, or that this is another
-    process. `client` reaches every other endpoint.
+    Its methods may be called from any thread of the process that created it. They raise BadRequestError, which names the field
+    at fault, APIConnectionError if the model was closed or this is another process, and the other errors of
+    `windlass.clients`; TypeError or ValueError for arguments of another form. `client` reaches every other endpoint.
     """
 
     client: Client
@@ -95,53 +101,84 @@ class LLM:
         """Architecture, context length, cache and rotary groups of the loaded model."""
         return self._host.info
 
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The tokenizer and chat template of the model."""
+        return ModelTokenizer(self.client, self.info.vocab_size)
+
     def generate(
         self,
         prompts: str | TokenIds | Sequence[str | TokenIds],
-        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: AnyParams | Sequence[AnyParams] | None = None,
+        *,
+        progress: bool = True,
         **options: Unpack[CompletionOptions],
     ) -> list[Completion]:
         """Continue prompts, texts or token ids, in one batch. Results are in the order of the prompts and have `token_ids`.
 
-        options: fields of /v1/completions, such as max_tokens, temperature, n, logprobs or rope_scaling, for all prompts.
-        params: the same as a mapping, or one mapping for each prompt; it overrides `options`. If a request fails, the others
-        are aborted and its error is raised, with a note that contains its index.
+        sampling_params: SamplingParams, or fields of /v1/completions as a mapping, for all prompts or a list with one for each.
+        options: the same fields as keywords, for all prompts; sampling_params override them. max_tokens is 16 by default.
+        progress: whether a bar counts the answers to several prompts, if standard error is a terminal. If a request fails, the
+        others are aborted and its error is raised, with a note that contains its index.
         """
-        return self._run_batch(self._async.completions, _prompts(prompts), params, options)
+        items = read_prompts(prompts)
+        fields = merged_fields(sampling_params, options, len(items))
+        return self._run_batch(self._async.completions, items, fields, progress)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: AnyParams | Sequence[AnyParams] | None = None,
+        *,
+        progress: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[ChatCompletion]:
-        """Answer one conversation or several, rendered by the model's chat template. Fields of /v1/chat/completions."""
-        return self._run_batch(self._async.chat, _conversations(messages), params, options)
+        """Answer one conversation or several, rendered by the model's chat template. See `generate`.
+
+        Fields of /v1/chat/completions, such as tools or chat_template_kwargs. By default an answer may fill the context.
+        """
+        items = read_conversations(messages)
+        fields = merged_fields(sampling_params, options, len(items), chat=True)
+        return self._run_batch(self._async.chat, items, fields, progress)
 
     def stream(
-        self, prompt: str | TokenIds, **options: Unpack[CompletionOptions]
+        self,
+        prompt: str | TokenIds,
+        sampling_params: AnyParams | None = None,
+        **options: Unpack[CompletionOptions],
     ) -> Stream[CompletionChunk, Completion]:
         """Continue one prompt in chunks: `with llm.stream("…") as stream: for chunk in stream: …`."""
-        return self.client.completions(prompt, stream=True, **_settings(options, ids=True))
+        (fields,) = merged_fields(sampling_params, options, 1)
+        return self.client.completions(prompt, stream=True, **_settings(fields, ids=True))
 
     def stream_chat(
-        self, messages: Messages, **options: Unpack[ChatOptions]
+        self,
+        messages: Messages,
+        sampling_params: AnyParams | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Stream[ChatCompletionChunk, ChatCompletion]:
         """Answer one conversation in chunks."""
-        return self.client.chat(messages, stream=True, **_settings(options, ids=True))
+        (fields,) = merged_fields(sampling_params, options, 1, chat=True)
+        return self.client.chat(messages, stream=True, **_settings(fields, ids=True))
 
     def embed(
-        self, texts: str | TokenIds | Sequence[str | TokenIds], **options: Unpack[EmbeddingOptions]
+        self,
+        texts: str | TokenIds | Sequence[str | TokenIds],
+        *,
+        progress: bool = True,
+        **options: Unpack[EmbeddingOptions],
     ) -> list[tuple[float, ...]]:
         """A vector for each text. Fields of /v1/embeddings."""
-        answers = self._run_batch(self._async.embeddings, _prompts(texts), None, options, ids=False)
+        items = read_prompts(texts)
+        fields = merged_fields(None, options, len(items))
+        answers = self._run_batch(self._async.embeddings, items, fields, progress, ids=False)
         return [answer.data[0].embedding for answer in answers]
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
     ) -> list[float]:
         """Scores of pairs of texts: one with one, lists of equal length, or one with each. Fields of /v1/score."""
-        return [pair.score for pair in self.client.score(text_1, text_2, **_settings(options, ids=False)).data]
+        (fields,) = merged_fields(None, options, 1)
+        return [pair.score for pair in self.client.score(text_1, text_2, **_settings(fields, ids=False)).data]
 
     def close(self) -> None:
         """End the engine; running requests fail. Safe to call twice."""
@@ -159,64 +196,105 @@ class LLM:
         self,
         call: Callable[..., Awaitable[T]],
         items: Sequence[Any],
-        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
+        fields: Sequence[Mapping[str, Any]],
+        progress: bool,
         *,
         ids: bool = True,
     ) -> list[T]:
         """One request for each item, with enough at once to keep the engine busy."""
-        shared: Sequence[Mapping[str, Any]]
-        shared = [params or {}] * len(items) if params is None or isinstance(params, Mapping) else params
-        if len(shared) != len(items):
-            raise ValueError(
-                f"params has {len(shared)} entries for {len(items)} prompts: give one for each prompt, or a single mapping"
-            )
-        settings = [{**options, **each} for each in shared]
-        if any("stream" in each for each in settings):
-            raise ValueError("`stream` is not supported here: use stream or stream_chat")
-        calls = [partial(call, item, **_settings(each, ids=ids)) for item, each in zip(items, settings, strict=True)]
+        calls = [partial(call, item, **_settings(each, ids=ids)) for item, each in zip(items, fields, strict=True)]
+        shown = progress and len(calls) > 1 and stderr_is_terminal()
         try:
-            return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))
+            with answer_progress(len(calls)) if shown else contextlib.nullcontext() as answered:
+                return self._host.run(_gather(calls, answered, at_once=2 * self.info.max_num_seqs))
         except EngineDeadError as error:
             raise APIConnectionError(str(error)) from error
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-def read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions]:
-    """Options of the engine and of the server from keywords, and from the engine's variables for experts.
+class ModelTokenizer:
+    """The tokenizer and chat template of a loaded model. The methods have the names that transformers uses."""
 
-    Raises LoadError, one line, for a wrong name or value.
-    """
-    engine, server = options_of(EngineOptions), options_of(ServerOptions)
-    known = {name: each for name, each in {**server, **engine}.items() if each.in_llm and each.scope != "variable"}
-    for name in given:
-        if name not in known:
-            moved = moved_option_hint(None, name)
-            hint = did_you_mean(name, known) if moved is None else f": {moved}"
-            raise LoadError(with_keyword_names(f"there is no option {name!r}{hint}"))
-    variables = {each.name: os.environ.get(each.variable) for each in engine.values() if each.scope == "variable"}
-    values = {**{name: value for name, value in variables.items() if value}, **given}
-    try:
-        return (
-            EngineOptions(**{name: value for name, value in values.items() if name in engine}),
-            ServerOptions(**{name: value for name, value in values.items() if name in server}),
-        )
-    except LoadError as error:
-        raise LoadError(with_keyword_names(str(error))) from None
+    def __init__(self, client: Client, vocab_size: int) -> None:
+        self._client = client
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. add_special_tokens: such as the beginning-of-sequence token."""
+        return list(self._client.tokenize(text, add_special_tokens=add_special_tokens, return_offsets=False).tokens)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens, return_offsets=False).text
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int] | str:
+        """The token ids of a conversation rendered by the chat template, or its text without `tokenize`.
+
+        add_generation_prompt: whether the assistant's turn is opened, as for `LLM.chat`. variables: of the template.
+        """
+        options: TemplateOptions = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": variables or None,
+        }
+        if not tokenize:
+            return self._client.apply_template(messages, **options)
+        return list(self._client.tokenize(messages=messages, return_offsets=False, **options).tokens)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
-async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:
-    """All results in order. The first error cancels the other calls and is raised unchanged."""
+async def _gather(
+    calls: Sequence[Callable[[], Awaitable[T]]], answered: Callable[[T], None] | None = None, *, at_once: int
+) -> list[T]:
+    """All results in order. The first error cancels the other calls and is raised unchanged. answered: gets each result."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(index: int, call: Callable[[], Awaitable[T]]) -> T:
         async with slots:
             try:
-                return await call()
+                answer = await call()
             except Exception as error:
                 error.add_note(f"This was request {index} of {len(calls)}, counted from 0.")
                 raise
+        if answered is not None:
+            answered(answer)
+        return answer
 
     tasks = [asyncio.ensure_future(one(index, call)) for index, call in enumerate(calls)]
     try:
@@ -227,26 +305,46 @@ async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextlib.contextmanager
+def answer_progress(total: int) -> Iterator[Callable[[Any], None]]:
+    """A bar on standard error that counts answers and their tokens. Yields the function to call with each answer."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    began, tokens = time.monotonic(), 0
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, speed="")
+
+        def answered(answer: Any) -> None:
+            nonlocal tokens
+            tokens += getattr(answer.usage, "completion_tokens", None) or 0
+            seconds = max(time.monotonic() - began, 1e-3)
+            bar.update(task, advance=1, speed=f"{tokens / seconds:,.0f} tokens/s" if tokens else "")
+
+        yield answered
+
+
 def _settings(options: Mapping[str, Any], *, ids: bool) -> Any:
     """Fields of the HTTP API as options of the client, to which `timeout` is a limit of connections, which do not exist here."""
     shown = {"return_token_ids": True, **options} if ids else dict(options)
     if "timeout" in shown:
         shown.setdefault("deadline", shown.pop("timeout"))
     return shown
-
-
-def _prompts(given: Any) -> list[Any]:
-    """A list of prompts, from one prompt or several."""
-    if isinstance(given, str):
-        return [given]
-    items = list(given)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
-
-
-def _conversations(given: Any) -> list[Any]:
-    items = list(given)
-    several = bool(items) and not any(isinstance(item, Mapping) or hasattr(item, "to_dict") for item in items)
-    return items if several else [items]
 
 
 # ---- the event loop thread -------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from windlass.server.observability.event_loop_monitor import EventLoopMonitor
 from windlass.server.observability.logging import log_to_stderr
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.derived_files import ensure_tokenizer
-from windlass.server.startup.display import report_activity, summary
+from windlass.server.startup.display import link_lines, report_activity, summary
 from windlass.server.startup.early_signals import exit_on_signals, record_signal
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.model_catalog import cache_folder
@@ -136,7 +136,8 @@ def _serve_with(engines: Engines, start: _StartOptions) -> int:
     with listening as listener, exit_on_signals(signal.SIGINT, signal.SIGTERM):
         client.spawn()
         settings = replace(settings, binding=binding_of(listener))
-        url = _url(listener, start.tls is not None)
+        base = _base_url(listener, start.tls is not None)
+        url = _described_url(listener, base)
         loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
         if not _engine_may_refuse(engine):
             loading.begin()
@@ -159,7 +160,7 @@ def _serve_with(engines: Engines, start: _StartOptions) -> int:
                 # The garbage collector then inspects only the objects of requests, which takes less time.
                 gc.collect()
                 gc.freeze()
-                return asyncio.run(_RunningServer(start, state, client, http, loading, url).run())
+                return asyncio.run(_RunningServer(start, state, client, http, loading, url, base).run())
         finally:
             client.kill()
 
@@ -174,6 +175,7 @@ class _RunningServer:
     http: HttpServer
     loading: LoadingDisplay
     url: str
+    base_url: str
 
     async def run(self) -> int:
         """Returns the exit code. Raises LoadError if the engine refuses to load."""
@@ -226,6 +228,14 @@ class _RunningServer:
             settings.sampling.describe(settings.sampling_sources),
             chats=self.state.text.has_chat_template,
         )
+        if self.start.server.uds is None:
+            lines += link_lines(
+                self.base_url,
+                page=settings.ui,
+                key=settings.requires_key,
+                chats=self.state.text.has_chat_template,
+                generates=info.generates,
+            )
         for line in lines:
             print_status(line)
         await self.client.wait_state("failed")
@@ -333,14 +343,22 @@ def _tls_context(server: ServerOptions) -> ssl.SSLContext | None:
     return make_tls_context(server.ssl_certfile, server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs)
 
 
-def _url(listener: socket.socket, tls: bool) -> str:
+def _base_url(listener: socket.socket, tls: bool) -> str:
+    """The URL without a path by which programs on this machine reach the server; over a Unix socket its host is arbitrary."""
     scheme = "https" if tls else "http"
     if listener.family == socket.AF_UNIX:
-        return f"the Unix socket {listener.getsockname()} ({scheme}://localhost/v1)"
+        return f"{scheme}://localhost"
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        return f"{scheme}://127.0.0.1:{port}/v1 (on every address of this machine)"
-    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _described_url(listener: socket.socket, base: str) -> str:
+    """The URL of the API, and where the server listens."""
+    if listener.family == socket.AF_UNIX:
+        return f"the Unix socket {listener.getsockname()} ({base}/v1)"
+    on_all = " (on every address of this machine)" if listener.getsockname()[0] in ("0.0.0.0", "::") else ""
+    return f"{base}/v1{on_all}"
 
 
 def release_freed_memory() -> None:

@@ -185,7 +185,7 @@ def _in_directory(directory: Path, name: str) -> Path:
         hides = f" (the folder hides the known model {name}: start from another)" if name in KNOWN else ""
         raise LoadError(
             foreign
-            or f"{directory} holds no config.json: give the directory of a Hugging Face model, or a GGUF file{hides}"
+            or f"{directory} contains no config.json: give the directory of a Hugging Face model, or a GGUF file{hides}"
         )
     return directory
 
@@ -398,7 +398,7 @@ def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str 
     """
     models = model_files(names)
     if not models:
-        raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
+        raise LoadError(f"{place} contains no GGUF file of a language model: choose another")
     found = list(models)
     if wanted is not None:
         found = [stem for stem in models if _matches(wanted, stem, models[stem])]
@@ -415,7 +415,7 @@ def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str 
     if not found:
         raise LoadError(f"{place} has no GGUF file {wanted}: choose one of {listed}")
     which = "" if wanted is None else f" {wanted}"
-    raise LoadError(f"{place} holds several GGUF files{which} ({listed}): name one, such as {example}")
+    raise LoadError(f"{place} contains several GGUF files{which} ({listed}): name one, such as {example}")
 
 
 def models_by_short_name(names: Iterable[str]) -> dict[str, str]:

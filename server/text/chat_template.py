@@ -169,7 +169,7 @@ class ChatTemplate:
         of `RESERVED` are refused. Raises ChatTemplateError.
         """
         if not messages:
-            raise ChatTemplateError("messages must hold at least one message")
+            raise ChatTemplateError("messages must contain at least one message")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "continue_final_message and add_generation_prompt exclude each other: set one of them"

@@ -190,7 +190,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from error
+            raise RequestError("the text is not valid Unicode: it contains a lone surrogate") from error
 
     def _token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None

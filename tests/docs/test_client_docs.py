@@ -37,7 +37,7 @@ EXAMPLES = [
 PRINTS = {
     "docs/guides/endless-generation.md-0": r"^0$",
     "docs/guides/embeddings.md-0": r"^\d+ 0\.\d+\n\[1?0?\.\d+, 0\.\d+\]$",
-    "docs/guides/embeddings.md-1": r"^'.*' 0\n['\"].*['\"] [1-9]\d+$",
+    "docs/guides/embeddings.md-1": r"^['\"].*['\"] 0\n['\"].*['\"] [1-9]\d+$",
     "docs/reference/http-api.md-0": r" \d+\n\S",
     "docs/reference/http-api.md-1": r" (completed|incomplete) \d+\n[\s\S]*message 1 True$",
     "docs/reference/http-api.md-2": r"^\d+\n.* (max_tokens|end_turn)\n",

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from helpers.eventually import children, eventually
 from helpers.real_server import serve
 
 import windlass
-from windlass import LLM
+from windlass import LLM, SamplingParams
 from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.startup.in_process import read_options
+from windlass.server.startup.llm_arguments import read_options
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -74,6 +75,50 @@ def test_prompts_have_separate_settings(llm: LLM) -> None:
         llm.generate(PROMPTS, [{}, {}])
 
 
+def test_sampling_parameters_equal_keywords(llm: LLM) -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 6,
+        "temperature": 1.2,
+        "seed": 3,
+        "logprobs": 2,
+        "rope_scaling": YARN,
+        "stop": ["zz"],
+    }
+    params = SamplingParams(**fields)
+    by_keywords = llm.generate(PROMPTS, **fields)
+    assert [answer.choices for answer in llm.generate(PROMPTS, params)] == [answer.choices for answer in by_keywords]
+    one, other = llm.generate(PROMPTS[:2], [params, SamplingParams(max_tokens=2, ignore_eos=True)], seed=3)
+    assert one.choices == by_keywords[0].choices and len(other.choices[0].token_ids or ()) == 2
+    chat_fields = {**fields, "logprobs": True, "top_logprobs": 2}
+    (chat,), (by_chat_keywords,) = llm.chat(TALK, params), llm.chat(TALK, **chat_fields)
+    assert chat.choices == by_chat_keywords.choices and chat.choices[0].logprobs is not None
+    with llm.stream(PROMPTS[0], params) as stream:
+        assert stream.get_final().choices[0].token_ids == by_keywords[0].choices[0].token_ids
+    with llm.stream_chat(TALK, params) as chat_stream:
+        assert chat_stream.get_final().choices[0].token_ids == chat.choices[0].token_ids
+
+
+def test_tokenizer_equals_that_of_requests(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = "Once upon a time, Élodie"
+    ids = tokenizer.encode(text)
+    (answer,) = llm.generate(text, max_tokens=0, echo=True)
+    assert list(answer.choices[0].prompt_token_ids or ()) == ids
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(tokenizer) == tokenizer.vocab_size == llm.info.vocab_size > max(ids)
+    rendered = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert rendered == llm.client.apply_template(TALK)
+    assert len(tokenizer.apply_chat_template(TALK, tokenize=False)) < len(rendered)
+    prompt = tokenizer.apply_chat_template(TALK, add_generation_prompt=True)
+    assert prompt == tokenizer.encode(rendered, add_special_tokens=False)
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    chat, completion = llm.chat(TALK, **fields)[0].choices[0], llm.generate(prompt, **fields)[0].choices[0]
+    assert completion.token_ids == chat.token_ids
+    with pytest.raises(BadRequestError, match="tokens"):
+        tokenizer.decode([tokenizer.vocab_size])
+
+
 def test_chats_embeddings_and_scores_equal_those_over_http(llm: LLM, client: Client) -> None:
     template = {"max_tokens": 12, "temperature": 0}
     one, two = llm.chat([TALK, [*TALK, {"role": "assistant", "content": "No."}, *TALK]], **template)
@@ -113,7 +158,7 @@ def test_errors_are_those_of_the_server(llm: LLM) -> None:
     assert caught.value.param == "temperature" and "request 2 of 4" in caught.value.__notes__[0]
     with pytest.raises(BadRequestError, match="max_tokns"):
         llm.generate("a", max_tokns=3)
-    with pytest.raises(ValueError, match="use stream"):
+    with pytest.raises(TypeError, match="use stream"):
         llm.generate("a", stream=True)
     assert llm.generate("a", max_tokens=1, ignore_eos=True)[0].choices[0].finish_reason == "length"
 

@@ -61,7 +61,7 @@ _WITHOUT_HEAD = (
 _UNROTATED = {
     "learned": "its positions are rows of a table that was learned",
     "alibi": "its scores lose by the distance of their keys (ALiBi)",
-    "states": "its layers with a recurrent state distinguish positions",
+    "states": "its recurrent layers encode positions",
 }
 
 

@@ -104,7 +104,7 @@ def read_gguf_config(
     family = architecture.select_family(keys) or architecture.family
     if EMBEDDING not in tensors:
         what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
-        raise LoadError(f"{what}: give the GGUF file of a whole model")
+        raise LoadError(f"{what}: give the GGUF file of a complete model")
     config = _shapes(keys, tensors[EMBEDDING], architecture, family)
     _check_layers(keys, tensors)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}

@@ -110,7 +110,7 @@ def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
     except (ValueError, RecursionError):
         raise refuse(f"{CONFIG} is not valid JSON") from None
     if not isinstance(config, dict):
-        raise refuse(f"{CONFIG} does not hold a JSON object")
+        raise refuse(f"{CONFIG} does not contain a JSON object")
     _check_understood(config)
     rank = _rank(config.get("r"), "r", max_rank)
     return PeftConfig(
@@ -225,7 +225,7 @@ class AdapterStorage:
             found = matrix.to(self.device, self.stored)
             if not found.isfinite().all():
                 name = str(self.stored).removeprefix("torch.")
-                raise refuse(f"{WEIGHTS} holds numbers that are too large for `adapters.dtype={name}`", "not_finite")
+                raise refuse(f"{WEIGHTS} contains numbers that are too large for `adapters.dtype={name}`", "not_finite")
             return found
         if self.device.type == "cpu" and self.compute == torch.float32:
             for narrow in (torch.bfloat16, torch.float16):  # fewer bytes to read in every step
@@ -301,7 +301,7 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
 
         for chunk in read_tensors(path, destination):
             if not chunk.finite:
-                raise refuse(f"tensor {chunk.name!r} holds NaN or infinite numbers", "not_finite")
+                raise refuse(f"tensor {chunk.name!r} contains NaN or infinite numbers", "not_finite")
     except (OSError, SafetensorError, LoadError) as error:
         reason = (
             error.strerror if isinstance(error, OSError) and error.strerror else str(error).replace(str(path), WEIGHTS)
@@ -343,7 +343,7 @@ def _check_tensor_names(
         if tensor.dtype not in _FLOATS:
             raise refuse(f"tensor {name[:200]!r} has the type {str(tensor.dtype)[:20]!r}: use F32, F16 or BF16")
     if not names:
-        raise refuse(f"{WEIGHTS} holds no tensors")
+        raise refuse(f"{WEIGHTS} contains no tensors")
     for module, pair in names.items():
         if len(pair) < 2:
             raise refuse(f"module {module!r} has only one of lora_A and lora_B")

@@ -50,7 +50,7 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
     zeros = (codes == _OFFSET).all(dim=-1)
     if bool((exponents > _MAX_EXPONENT).logical_and(~zeros | (exponents == 255)).any()):
         raise LoadError(
-            f"tensor {name!r} holds numbers that are NaN or far beyond those of weights: the checkpoint is damaged: "
+            f"tensor {name!r} contains numbers that are NaN or far beyond those of weights: the checkpoint is damaged: "
             "or copy it again, or take another"
         )
     powers = exponents.int()
@@ -125,7 +125,7 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
             ):
                 if not part.finite:
                     raise LoadError(
-                        f"{file}: tensor {part.name!r} holds numbers that are NaN or infinite: the checkpoint is damaged: "
+                        f"{file}: tensor {part.name!r} contains numbers that are NaN or infinite: the checkpoint is damaged: "
                         "download or copy it again, or take another"
                     )
                 tensor, role = owners[part.name]

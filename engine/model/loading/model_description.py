@@ -79,7 +79,7 @@ def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
         )
     if not all(math.isfinite(w) and w >= 0 for w in values):
         raise LoadError(
-            f"{directory}: tensor {tensor.name} holds numbers that are not frequencies: below 0 or not finite"
+            f"{directory}: tensor {tensor.name} contains numbers that are not frequencies: below 0 or not finite"
         )
     return replace(group, base=replace(group.base, inv_freq=values))
 
@@ -347,5 +347,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise LoadError(f"{path} is not valid JSON ({error}): download it again") from None
     if not isinstance(value, dict):
-        raise LoadError(f"{path} does not hold a JSON object: download it again")
+        raise LoadError(f"{path} does not contain a JSON object: download it again")
     return value

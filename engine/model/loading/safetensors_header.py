@@ -137,7 +137,7 @@ def _header(file: Path) -> FileHeader:
     _check_places(found, data)
     wanted = max((tensor.end for tensor in found.values()), default=data)
     if wanted != size:
-        raise ValueError(f"it has {size} bytes, its header describes {wanted}")
+        raise ValueError(f"it has {size} bytes, but its header describes {wanted}")
     return FileHeader(file, found, metadata)
 
 

@@ -156,7 +156,7 @@ class WeightCache:
         for part in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
             assert part.tensor is tensors[part.name]
             if not part.finite:
-                return f"its tensor {part.name!r} holds numbers that are NaN or infinite"
+                return f"its tensor {part.name!r} contains numbers that are NaN or infinite"
             done += part.tensor.nbytes
             if progress:
                 progress("reading quantized weights", done, total)

@@ -355,7 +355,7 @@ def _is_finite(chunk: TensorChunk, kind: str | None) -> bool:
 
 def _not_finite(directory: Path, name: str) -> LoadError:
     return LoadError(
-        f"{directory}: tensor {name!r} holds numbers that are NaN or infinite: the checkpoint is damaged or "
+        f"{directory}: tensor {name!r} contains numbers that are NaN or infinite: the checkpoint is damaged or "
         "its training diverged: download or copy it again, or take another"
     )
 

@@ -62,7 +62,7 @@ class PseudoTerminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def ask(self, line: str, pattern: str = r"\[.* of the context.*\]\n") -> str:
+    def ask(self, line: str, pattern: str = r".* of context used.*\n") -> str:
         """Type a line once it is asked for; what is shown until the pattern, its echo left out."""
         self.wait_prompt()
         self.type(line + ENTER)

@@ -34,7 +34,7 @@ def server() -> Iterator[RealServer]:
 @pytest.fixture
 def terminal(server) -> Iterator[PseudoTerminal]:
     with PseudoTerminal(*MAIN, "chat", "--url", server.url) as opened:
-        opened.wait(r"demo, .* context of 512 tokens\. /help .*\n")
+        opened.wait(r"demo \(.* parameters, context of 512 tokens\)\. /help .*\n")
         yield opened
 
 
@@ -47,7 +47,9 @@ def answer(server: RealServer, *messages: tuple[str, str], **more: object) -> tu
 
 def read(shown: str) -> tuple[str, int]:
     """The answer and the number of context tokens shown in a terminal."""
-    (text, context) = re.fullmatch(r"(.*)\n\[.*?([\d,]+) of 512 of the context.*\]\n", shown, re.DOTALL).groups()
+    (text, context) = re.fullmatch(
+        r"(.*)\n\d+ tokens in [\d.]+ s \(.*?\), ([\d,]+) of 512 tokens of context used.*\n", shown, re.DOTALL
+    ).groups()
     return text, int(context.replace(",", ""))
 
 
@@ -92,7 +94,7 @@ def test_scalings_change_between_answers(server, terminal):
         terminal.ask("/new", "cleared")
         terminal.ask(command, r"next answers: .*\n")
         output = terminal.ask(question)
-        assert re.search(rf"{shown}\]\n$", output), output
+        assert re.search(rf"scaling {shown}\n$", output), output
         assert read(output) == answer(server, ("user", question), rope_scaling=sent)
         assert re.search(rf"last answer: .*{shown}, policy frozen", terminal.ask("/rope", r"last answer: .*\n"))
     terminal.ask("/rope off", "under the server's own scaling\n")
@@ -142,7 +144,7 @@ def test_ctrl_c_stops_only_the_answer(server, terminal):
     terminal.type("What does horse mean?" + ENTER)
     terminal.wait(r"horse mean\?\n.*\w{3}")
     terminal.type(CTRL_C)
-    terminal.wait(r"\[stopped after about \d+ tokens.*\]\n")
+    terminal.wait(r"stopped after about \d+ tokens.*\n")
     eventually(lambda: server.metric("windlass_num_requests_running") == 0, 30)
     terminal.wait_prompt()
     terminal.type("half a li" + CTRL_C)  # discards the line
@@ -185,8 +187,8 @@ def test_history_and_messages_of_several_lines(server, terminal):
     lines = answer(server, ("user", "one\ntwo\nthree"))
     terminal.wait_prompt()
     terminal.type(paste("one\ntwo\nthree") + ENTER)
-    output = terminal.wait(r"of 512 of the context\]\n")
-    assert f"\n{lines[0]}\n[" in output and output.endswith(f" {lines[1]} of 512 of the context]\n")
+    output = terminal.wait(r"of 512 tokens of context used\n")
+    assert f"\n{lines[0]}\n12 tokens in" in output and output.endswith(f" {lines[1]} of 512 tokens of context used\n")
     terminal.ask("/new", "cleared")
     terminal.wait_prompt()
     for line in ('"""one', "two"):
@@ -194,7 +196,7 @@ def test_history_and_messages_of_several_lines(server, terminal):
         terminal.wait(r"\.\.\. ")
     terminal.type('three"""' + ENTER)
     terminal.wait("\n")
-    assert read(terminal.wait(r"\[.* of the context.*\]\n")) == lines
+    assert read(terminal.wait(r".* of context used.*\n")) == lines
 
 
 def piped(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -231,7 +233,7 @@ def test_recommended_sampling_is_the_default():
         drawn = [(request.sampling.temperature, request.sampling.top_p) for request in live.engine.requests]
         assert drawn == [(0.2, 0.9), (1.0, 0.9), (0.2, 0.9)]
         with PseudoTerminal(*MAIN, "chat", "--url", live.url) as terminal:
-            terminal.wait(r"Sampling: temperature=0\.2 top_p=0\.9, as recommended by the model's authors; /params .*\n")
+            terminal.wait(r"Sampling as the model's authors recommend: temperature 0\.2, top_p 0\.9\. /params .*\n")
             terminal.ask("/params temperature=0", r"next requests: temperature=0\n")
 
 
@@ -280,23 +282,25 @@ def family(pid: int) -> set[int]:
 
 def test_a_managed_server_and_a_full_context():
     with PseudoTerminal(*OWN, environment={"WINDLASS_PORT": "1", "WINDLASS_API_KEY": "theirs"}) as terminal:
-        terminal.wait(r"demo, .* context of 64 tokens")
+        terminal.wait(r"demo \(.* context of 64 tokens\)")
         below = family(terminal.process.pid)
         assert len(below) >= 2
         terminal.ask("/params ignore_eos=true", "ignore_eos=true\n")
-        full = r"\[the context is full: /new starts a new chat, .*/context drop_turns .*\]\n"
-        terminal.ask("What does horse mean?", rf" 64 of 64 of the context\]\n{full}")
+        full = r"the context is full: /new starts a new chat, .*/context drop_turns .*\n"
+        terminal.ask("What does horse mean?", rf" 64 of 64 tokens of context used\n{full}")
         terminal.ask("What does horse mean?", rf"error: .*64 tokens.*\n{full}")
         terminal.ask("/params truncate_prompt_tokens=30 max_tokens=4", "max_tokens=4\n")
-        terminal.ask("What does horse mean?", r" 34 of 64 of the context\]\n")
+        terminal.ask("What does horse mean?", r" 34 of 64 tokens of context used\n")
         terminal.ask("/params truncate_prompt_tokens= max_tokens=12", "max_tokens=12\n")
         terminal.ask("/context drop_turns", "next answers: context_overflow=drop_turns\n")
-        terminal.ask("What does horse mean?", r" of 64 of the context, \d+ turns dropped\]\n")
-        terminal.ask("/context", r"context_overflow=drop_turns\n.*last answer: \d+ turns dropped\n")
+        terminal.ask("What does horse mean?", r" of 64 tokens of context used, \d+ turns? dropped\n")
+        terminal.ask("/context", r"context_overflow=drop_turns\n.*last answer: \d+ turns? dropped\n")
         terminal.ask("/new", "cleared")
         terminal.ask("/params max_tokens=200", "max_tokens=200 ")
         terminal.ask("/context shift keep=0", "next answers: context_overflow=shift keep_tokens=0\n")
-        terminal.ask("What does horse mean?", r"200 tokens.* tokens dropped\]\n")
+        terminal.ask(
+            "What does horse mean?", r"200 tokens.* [1-6]\d of 64 tokens of context used, \d+ tokens dropped\n"
+        )
         terminal.ask("/context off", "next answers: the server’s default\n")
         terminal.wait_prompt()
         terminal.type(CTRL_D)
@@ -315,7 +319,7 @@ def test_a_managed_server_and_a_full_context():
 )
 def test_the_managed_server_ends_with_the_chat(number):
     with PseudoTerminal(*OWN) as terminal:
-        terminal.wait(r"demo, .* context of 64 tokens")
+        terminal.wait(r"demo \(.* context of 64 tokens\)")
         below = family(terminal.process.pid)
         os.kill(terminal.process.pid, number)
         exit_code(terminal.process)
@@ -325,7 +329,7 @@ def test_the_managed_server_ends_with_the_chat(number):
 @pytest.mark.slow
 def test_the_managed_server_dies():
     with PseudoTerminal(*OWN) as terminal:
-        terminal.wait(r"demo, .* context of 64 tokens")
+        terminal.wait(r"demo \(.* context of 64 tokens\)")
         below = family(terminal.process.pid)
         for pid in below:
             os.kill(pid, signal.SIGKILL)

@@ -632,7 +632,11 @@ def test_bench_engine(scripted, monkeypatch, capsys, model):
     def run_engine_benchmark(config, *, batch_size, input_len, output_len, progress):
         progress("reading weights", 1, 2)
         calls.append((config, batch_size, input_len, output_len))
-        return {"decode_tokens_per_second": 123.456, "settings": {"batch_size": batch_size}}
+        return {
+            "decode_tokens_per_second": 123.456 if batch_size > 1 else 45.6,
+            "prefill_tokens_per_second": 7890.1,
+            "settings": {"batch_size": batch_size},
+        }
 
     module = types.ModuleType("windlass.engine.engine_benchmark")
     module.run_engine_benchmark = run_engine_benchmark
@@ -642,13 +646,23 @@ def test_bench_engine(scripted, monkeypatch, capsys, model):
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {
         "decode_tokens_per_second": 123.456,
+        "prefill_tokens_per_second": 7890.1,
         "settings": {**json.loads(json.dumps(to_flat(engine_config(model, threads=1)))), "batch_size": 4},
     }
     assert captured.err == "reading weights ...\n"
     assert calls == [(engine_config(model, threads=1), 4, 64, 8)]
     assert cli.run(arguments) == 0
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith(model.name) and title.endswith(("thread", "threads"))
+    assert [row.split() for row in rows] == [
+        ["decode,", "1", "stream", "45.6", "tokens/s"],
+        ["decode,", "4", "streams", "123.5", "tokens/s"],
+        ["prompts", "of", "64", "tokens", "7,890.1", "tokens/s"],
+    ]
+    assert [call[1:] for call in calls[1:]] == [(4, 64, 8), (1, 64, 8)]
+    assert cli.run([*arguments, "--verbose"]) == 0
     table = capsys.readouterr().out
-    assert "decode tokens per second" in table and "123.5" in table and "batch size" in table
+    assert table.startswith("\n".join([title, *rows])) and "decode tokens per second" in table and "batch size" in table
     assert "--batch-size" in error_of(capsys, "bench", "engine", "--batch-size", "0")
 
 

@@ -104,7 +104,7 @@ def test_layers_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     model = make_model("qwen3_5", tmp_path / "states")
     given = str(model), "--kv-cache-memory", "4MiB", "--max-num-seqs", "8"
     numbers = figures_of(capsys, *given)
-    assert f"; 17 states of {numbers['state_bytes'] / 1024:.1f} KiB" in output_of(capsys, *given)[0]  # type: ignore[operator]
+    assert f"; 17 recurrent states of {numbers['state_bytes'] / 1024:.1f} KiB" in output_of(capsys, *given)[0]  # type: ignore[operator]
     pages = numbers["num_kv_blocks"][0] * 16 * numbers["kv_bytes_per_token"]  # type: ignore[index]
     assert pages + 17 * numbers["state_bytes"] == numbers["kv_cache_bytes"]  # type: ignore[operator]
 

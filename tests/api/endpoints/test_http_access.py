@@ -56,6 +56,32 @@ def test_health_needs_no_key(locked: Live) -> None:
     assert locked.http.get("/health").status_code == locked.http.get("/ready").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1", "/v1/"])
+def test_base_url_explains_itself(locked: Live, path: str) -> None:
+    answer = locked.http.get(path)
+    assert answer.status_code == 200 and answer.json()["models"] == "/v1/models"
+    assert (answer.json()["docs"], answer.json()["page"], answer.headers["vary"]) == ("/docs", "/", "accept")
+    page = locked.http.get(path, headers={"accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert f"{locked.url}{path}" in page.text
+    links = {str(page.url.join(link).path) for link in re.findall(r'href="([^"]+)"', page.text)}
+    assert links == {"/", "/docs", "/v1/models"}
+    for method in ("POST", "DELETE"):
+        assert locked.http.request(method, path, headers={"authorization": f"Bearer {KEYS[0]}"}).status_code == 405
+
+
+def test_base_url_links_to_no_page_without_one() -> None:
+    with live_server(ui=False) as live:
+        assert "page" not in live.http.get("/v1").json()
+        assert "Chat with the model" not in live.http.get("/v1", headers={"accept": "text/html"}).text
+        other = live.http.get("/v1/nope", headers={"accept": "text/html"})
+        assert other.status_code == 404 and other.json()["error"]["code"] == "not_found"
+        # A browser sends the host that a page chose.
+        hostile = live.http.get("/v1?<i>", headers={"accept": "text/html", "host": "localhost"})
+        assert "<i>" not in hostile.text
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_configured_key_is_accepted(locked: Live, key: str) -> None:
     for scheme in ("Bearer", "bearer"):

@@ -29,6 +29,8 @@ FREE = {
     "/ready",
     "/redoc",
     "/ui/{name:path}",
+    "/v1",
+    "/v1/",
     "/v1/cache",
     "/v1/models",
     "/v1/models/{model:path}",

@@ -160,7 +160,7 @@ COMPLETION_REFUSALS = refused(
     ({"max_tokens": 1.5}, "max_tokens", "max_tokens should be a valid integer"),
     ({"stop": ["x"] * 65}, "stop", "stop should have at most 64 items after validation, not 65"),
     ({"stream": True, "stream_options": 3}, "stream_options", "stream_options should be an object"),
-    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "logit_bias holds at most 1024 entries, got 1025"),
+    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "logit_bias may have at most 1024 entries, got 1025"),
     ({"rope_scaling": 5}, "rope_scaling", "rope_scaling should be an object such as"),
     ({"prompt": []}, "prompt", "prompt should not be an empty list"),
     ({"temprature": 1}, "temprature", "unknown field 'temprature': did you mean 'temperature'?"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from dataclasses import replace
 
 import httpx
@@ -16,7 +18,7 @@ from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.startup import display
-from windlass.server.startup.display import activity_line, report_activity, summary
+from windlass.server.startup.display import activity_line, link_lines, report_activity, summary
 
 BEFORE = EngineStats(
     num_steps=10, prompt_tokens=1_000, generation_tokens=50, prefix_cache_queries=900, prefix_cache_hits=9
@@ -39,7 +41,7 @@ def test_activity_between_two_snapshots():
     )
     more = replace(after, spec_decode_num_draft_tokens=40, spec_decode_num_accepted_tokens=30, num_preemptions=2)
     line = activity_line(BEFORE, more, 10.0)
-    assert line is not None and line.endswith("; 75% of proposals accepted; 2 preempted")
+    assert line is not None and line.endswith("; 75% of draft tokens accepted; 2 preempted")
 
 
 def test_no_line_without_activity():
@@ -101,10 +103,10 @@ def test_a_busy_server_prints_its_throughput(interval, printed, tmp_path):
 @pytest.mark.parametrize(
     ("blocks", "longest", "at_once", "room"),
     [
-        ((1024,), 512, 64, "16,384 tokens (1,024 blocks of 16): holds 32 streams of 512, or 64 of 256"),
-        ((64,), 1000, 4, "1,024 tokens (64 blocks of 16): holds 1 stream of 1,000, or 4 of 256"),
-        ((64,), 100, 4, "1,024 tokens (64 blocks of 16): holds 10 streams of 100"),
-        ((64, 8), 100, 4, "64 + 8 blocks of 16 tokens, one number for each kind of layer"),
+        ((1024,), 512, 64, "16,384 tokens: enough for 32 requests of 512, or 64 of 256"),
+        ((64,), 1000, 4, "1,024 tokens: enough for 1 request of 1,000, or 4 of 256"),
+        ((64,), 100, 4, "1,024 tokens: enough for 10 requests of 100"),
+        ((64, 8), 100, 4, "1,024 + 128 tokens, one number for each kind of layer"),
     ],
 )
 def test_the_summary_shows_capacity(blocks, longest, at_once, room):
@@ -118,17 +120,39 @@ def test_the_summary_shows_capacity(blocks, longest, at_once, room):
     )
     text = "\n".join(summary(info, "toy", "http://x/v1"))
     assert f"  cache     {room}\n" in text
-    assert "  memory    3.0 MiB of weights, 5.0 MiB of cache (" in text
+    assert "  memory    3.0 MiB for the weights, at most 5.0 MiB for the cache (" in text
     beyond = "beyond them it needs a scaling: --rope-scaling auto, or rope_scaling in requests" in text
     assert beyond is (longest > info.trained_len)
     chats = "\n".join(summary(info, "toy", "http://x/v1", chats=False))
-    line = "\n  chats     none: the model has no chat template (--chat-template FILE gives it one)"
+    line = "\n  chats     none: the model has no chat template (--chat-template FILE sets one)"
     assert chats.replace(line, "") == text and line in chats
-    neutral = "temperature 1, from all tokens, unless a request sets it (--override-generation-config sets it)"
+    neutral = "temperature 1, unless a request sets its own (--override-generation-config changes it)"
     assert f"\n  sampling  {neutral}" in text
     said = "\n".join(summary(info, "toy", "http://x/v1", sampling="top_k 9 (a file)"))
-    assert "\n  sampling  top_k 9 (a file), unless a request sets it\n" in said + "\n" and neutral not in said
+    assert "\n  sampling  top_k 9 (a file), unless a request sets its own\n" in said + "\n" and neutral not in said
     silent = "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
     assert "chats" not in silent and "sampling" not in silent
     scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))
     assert "beyond them" not in "\n".join(summary(scaled, "toy", "http://x/v1"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "command"),
+    [
+        ({"chats": True, "generates": True, "key": False}, "windlass chat --url http://x:1"),
+        ({"chats": True, "generates": True, "key": True}, "windlass chat --url http://x:1 --api-key KEY"),
+        ({"chats": False, "generates": True, "key": False}, 'windlass generate "Once upon a time" --url http://x:1'),
+    ],
+)
+def test_the_summary_ends_with_addresses_and_a_command(facts, command):
+    lines = link_lines("http://x:1", page=True, **facts)
+    assert [line.split(maxsplit=1)[1] for line in lines[:2]] == ["http://x:1", "http://x:1/v1"]
+    assert lines[2:] == ["  API docs  http://x:1/docs", f"  try       {command}"]
+    assert link_lines("http://x:1", page=False, **facts) == lines[1:]
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_the_command_to_try_embeddings_is_valid(key):
+    command = shlex.split(link_lines("http://x:1", page=False, key=key, chats=False, generates=False)[-1])[1:]
+    assert command[:2] == ["curl", "http://x:1/v1/embeddings"] and json.loads(command[5]) == {"input": "hello"}
+    assert ("Authorization: Bearer KEY" in command) is key

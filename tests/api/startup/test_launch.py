@@ -87,9 +87,9 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
         assert httpx.get(f"{url}/health", timeout=30.0).status_code == 200
         assert "reading weights ..." in served.lines
         for expected in (
-            "5.4 M parameters",
+            "5.4M parameters",
             "300 tokens",
-            "(64 blocks of 16)",
+            "1,024 tokens: enough for",
             "full_attention",
             "  options   --deterministic\n",
         ):
@@ -210,7 +210,7 @@ def test_sampling_and_template_variables_of_the_operator_reach_the_server(model)
     options = ["--override-generation-config", '{"top_k": 9}', "--default-chat-template-kwargs", '{"a": false}']
     with Served(model, *options, WINDLASS_GENERATION_CONFIG="none") as served:
         url = served.wait_ready()
-        assert "  sampling  top_k 9 (--override-generation-config), unless a request sets it" in served.lines
+        assert "  sampling  top_k 9 (--override-generation-config), unless a request sets its own" in served.lines
         shown = '  options   --generation-config none, --default-chat-template-kwargs {"a": false}'
         assert shown in served.lines
         (told,) = httpx.get(f"{url}/v1/models").json()["data"]

@@ -367,7 +367,10 @@ def test_passages_are_restored_at_any_offset_within_their_scope(small_core: Make
         ({"kv_host_memory": 1000}, "`cache.host_memory` is 0.0 MiB, and 64 blocks of this model take .*: raise it"),
         ({"kv_host_memory": 0}, "`cache.host_memory` must be at least 1"),
         ({"kv_host_memory": 1 << 60}, "GiB of main memory are free: lower it"),
-        ({"kv_host_memory": 1 << 20, "prefix_caching": False}, "`cache.host_memory` keeps what prompts share"),
+        (
+            {"kv_host_memory": 1 << 20, "prefix_caching": False},
+            "`cache.host_memory` stores shared beginnings of prompts",
+        ),
     ],
 )
 def test_host_memory_that_does_not_fit_is_refused(options: dict[str, Any], message: str, models: Models) -> None:

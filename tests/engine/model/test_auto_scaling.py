@@ -204,7 +204,7 @@ def test_thresholds_of_the_server_and_their_end(model: Path) -> None:
     result = run(core, [greedy("a", TEXT[:101], TOKENS)])["a", 0].outputs[-1].rotary
     assert result is not None and result.rope_type == "linear"
     assert result.auto == {"length": 107, "up_to": 300, "profile": "two"}
-    with pytest.raises(RequestError, match="have 301 tokens, the last step of this server's ladder holds 300"):
+    with pytest.raises(RequestError, match="have 301 tokens, the last threshold of this server is 300"):
         core.add(greedy("b", TEXT[:295], TOKENS))
     with pytest.raises(LoadError, match=r"^`rotary\.ladder`: step 2 scales by 1, the one before it by 2"):
         core_of(model, rope_ladder=(ScalingThreshold(100, linear), ScalingThreshold(300)))

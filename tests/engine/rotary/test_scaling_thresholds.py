@@ -175,9 +175,7 @@ def test_configured_thresholds_replace_those_of_the_model() -> None:
         "up_to": 400,
         "profile": "yarn",
     }
-    with pytest.raises(
-        RequestError, match="have 901 tokens, the last step of this server's ladder holds 900"
-    ) as caught:
+    with pytest.raises(RequestError, match="have 901 tokens, the last threshold of this server is 900") as caught:
         climbing.plan(901, AUTO)
     assert (caught.value.param, caught.value.code) == ("rope_scaling", "context_length_exceeded")
 

@@ -270,7 +270,7 @@ def test_a_cached_repository_with_several_ggufs(home, derived):
     assert derived == [snapshot / "name-Q4_0.gguf"]
     fill(snapshot, *REPO)
     assert one_line("org/name") == (
-        "org/name holds several GGUF files (Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M): name one, such as org/name:Q8_0"
+        "org/name contains several GGUF files (Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M): name one, such as org/name:Q8_0"
     )
 
 
@@ -311,7 +311,7 @@ def test_download_of_a_gguf(home, derived, monkeypatch):
         "org/name:Q4_0"
     )
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["model.safetensors"])
-    assert "holds no GGUF file" in one_line("org/name:Q4_0")
+    assert "contains no GGUF file" in one_line("org/name:Q4_0")
 
 
 def test_download_of_a_repository_of_ggufs(home, derived, monkeypatch):

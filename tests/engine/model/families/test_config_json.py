@@ -432,9 +432,7 @@ def test_position_embedding_type_of_granite4() -> None:
         if rotates:
             assert read_rotary_groups(config) == spec.rotary_groups
         else:
-            with pytest.raises(
-                LoadError, match="does not rotate: its layers with a recurrent state distinguish positions"
-            ):
+            with pytest.raises(LoadError, match="does not rotate: its recurrent layers encode positions"):
                 read_rotary_groups(config)
     scaled = {**GRANITE4_H, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     assert read_spec(scaled).rotary_groups == read_spec(GRANITE4_H).rotary_groups  # not used

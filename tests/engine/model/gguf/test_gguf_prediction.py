@@ -96,7 +96,7 @@ def test_incomplete_mtp_layer_is_refused_on_use(source_of: Callable[[str], Path]
             r"unexpected tensor 'mtp\.layers\.0\.attn_sinks\.weight'",
         ),
         "longer": ({NEXTN[0]: torch.zeros(64, 96)}, r"'mtp\.fc\.weight' has shape \[64, 96\]"),
-        "damaged": ({NEXTN[0]: torch.full((64, 128), torch.nan)}, r"'mtp\.fc\.weight' holds numbers that are NaN"),
+        "damaged": ({NEXTN[0]: torch.full((64, 128), torch.nan)}, r"'mtp\.fc\.weight' contains numbers that are NaN"),
     }
     own = run(make_core(source), sent()[:1])
     for name, (more, message) in cases.items():

@@ -282,7 +282,7 @@ def test_non_finite_numbers_are_refused_by_name(kind: str, llama: Path, tmp_path
             file.seek(place)
             file.write(value.to_bytes(2, "little"))
         os.utime(made.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        with pytest.raises(LoadError, match=rf"tensor '{UP}' holds numbers that are NaN or infinite"):
+        with pytest.raises(LoadError, match=rf"tensor '{UP}' contains numbers that are NaN or infinite"):
             make_core(made.derived)
 
 

@@ -219,7 +219,9 @@ def test_non_finite_numbers_are_refused_by_name(model: Path, stored: str, option
         damaged = tensors[name].clone()
         damaged.view(-1)[place] = value
         save_file({**tensors, name: damaged}, model / "model.safetensors", metadata={"format": "pt"})
-        refused(model, rf"tensor '{name}' holds numbers that are NaN or infinite.*download or copy it again", **options)
+        refused(
+            model, rf"tensor '{name}' contains numbers that are NaN or infinite.*download or copy it again", **options
+        )
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     make_core(model, **options)
 
@@ -229,7 +231,7 @@ def test_non_finite_tied_head_is_named(tmp_path: Path) -> None:
     edit_weights(
         tied, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], torch.inf)})
     )
-    refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
+    refused(tied, r"tensor 'lm_head\.weight' contains numbers that are NaN or infinite")
 
 
 def test_tied_head_with_another_name(tmp_path: Path) -> None:

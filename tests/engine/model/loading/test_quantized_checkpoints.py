@@ -275,7 +275,7 @@ def test_too_large_scales_are_named(dtype: str, llama: Path, tmp_path: Path) -> 
     tensors = load_file(model / "model.safetensors")
     tensors[f"{Q}.weight_scale"][5] = 1e38
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(LoadError, match=rf"'{Q}\.weight' holds numbers that are NaN or infinite"):
+    with pytest.raises(LoadError, match=rf"'{Q}\.weight' contains numbers that are NaN or infinite"):
         load(model, dtype=dtype)
 
 
@@ -337,7 +337,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
         GPTQ, gptq(act_order=True), change(f"{Q}.g_idx", lambda t: t + 1), rf"'{Q}.g_idx' names groups outside 0 \.\. 1"
     ),
     "an order too short": (GPTQ, gptq(), change(f"{Q}.g_idx", lambda t: t[1:]), r"shape \[63\] where .*\[64\]"),
-    "NaN": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t * torch.nan), rf"'{Q}.scales' holds numbers that are NaN"),
+    "NaN": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t * torch.nan), rf"'{Q}.scales' contains numbers that are NaN"),
     "infinity": (INT8, int8_recipe(), change(f"{Q}.weight_scale", lambda t: t / 0), "NaN or infinite"),
     "NaN of 8 bits": (
         FP8, floats("row"), change(f"{Q}.weight", lambda t: (t.float() * torch.nan).to(t.dtype)), "NaN or infinite"
@@ -599,10 +599,10 @@ DAMAGED_MXFP4: dict[str, tuple[MXFP4Damage, str]] = {
         lambda t: t.update({f"{STACK}.down_proj_scales": t[f"{STACK}.down_proj_scales"].int()}),
         "is I32 where U8 is expected",
     ),
-    "no number": (lambda t: t[f"{STACK}.gate_up_proj_scales"][3, 5].fill_(255), r"gate_up_proj\[3\]' holds numbers"),
+    "no number": (lambda t: t[f"{STACK}.gate_up_proj_scales"][3, 5].fill_(255), r"gate_up_proj\[3\]' contains numbers"),
     "a huge number": (
         lambda t: t[f"{STACK}.gate_up_proj_scales"][3, 5].fill_(200),
-        r"gate_up_proj\[3\]' holds numbers",
+        r"gate_up_proj\[3\]' contains numbers",
     ),
     "one beside": (lambda t: t.update({f"{STACK}.surprise": torch.zeros(2)}), "unexpected tensor"),
 }

@@ -260,7 +260,7 @@ def test_non_finite_checkpoint_is_not_cached(model: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.inf
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     for _ in range(2):
-        with pytest.raises(LoadError, match=r"up_proj\.weight' holds numbers that are NaN or infinite"):
+        with pytest.raises(LoadError, match=r"up_proj\.weight' contains numbers that are NaN or infinite"):
             load(model)
     assert not (model / FOLDER).exists()
 
