@@ -699,7 +699,7 @@ def test_unsuitable_pages_of_rows_are_refused(form: Library) -> None:
 
 
 def test_recorded_appends_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = kernels(FORMS[0])
+    found = kernels()
     choose(monkeypatch, found)
     backend = select_backend("cpu")
     assert isinstance(backend, CompiledBackend)

@@ -115,7 +115,7 @@ def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
     """The character is completed first, as the closing words could not follow otherwise."""
     text = demo_tokenizer()
     model = ThinkingControl("granite", text)
-    budget = model.budget(tokens, "inside")
+    budget = model.budget(tokens, "inside", None)
     assert budget is not None and len(budget.close) > 1
     first = [i for i in range(text.vocab_size) if text.token_bytes(i) in (b"\xe2", b"\xc3")]
     request = greedy(

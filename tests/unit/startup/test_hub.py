@@ -276,7 +276,7 @@ def test_a_cached_repository_with_several_ggufs(home, derived):
 
 def test_a_misspelled_or_hidden_known_name(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "no directory 'smollm' (did you mean 'smollm2'?)" in one_line("smollm")
+    assert "no directory 'smollm22' (did you mean 'smollm2'?)" in one_line("smollm22")
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
     assert "the folder hides the known model demo" in one_line("demo")
