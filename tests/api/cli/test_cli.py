@@ -321,7 +321,7 @@ def test_infinite_times() -> None:
         (["--target-step-ms", "-1"], "--target-step-ms must be finite and not negative"),
         (["--target-step-ms", "inf"], "--target-step-ms must be finite and not negative"),
         (["--rope-scaling", "{"], "--rope-scaling is not valid JSON"),
-        (["--rope-scaling", "[4]"], "--rope-scaling must be a JSON object"),
+        (["--rope-scaling", "[4]"], "--rope-scaling must be an object such as"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 0}'], "--rope-scaling.factor"),
         (["--rope-scaling", '{"rope_type": "spiral"}'], "spiral"),
         (["--rope-scaling", "long"], "--rope-scaling long: no --rope-profile has this name"),

@@ -165,7 +165,7 @@ COMPLETION_REFUSALS = refused(
     ({"prompt": []}, "prompt", "prompt should not be an empty list"),
     ({"temprature": 1}, "temprature", "unknown field 'temprature': did you mean 'temperature'?"),
     ({"Max_Tokens": 1}, "Max_Tokens", "unknown field 'Max_Tokens': did you mean 'max_tokens'?"),
-    ({"max_new_tokens": 1}, "max_new_tokens", "unknown field 'max_new_tokens': did you mean 'max_tokens'?"),
+    ({"max_new_tokens": 1}, "max_new_tokens", "unknown field 'max_new_tokens': it is called max_tokens here"),
     ({"colour": "red"}, "colour", "unknown field 'colour': remove it"),
     ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge",
      "unknown field 'stream_options.include_usge': did you mean 'include_usage'?"),
@@ -177,7 +177,7 @@ COMPLETION_REFUSALS = refused(
     *(({"add_special_tokens": False, "prompt": prompt}, "prompt", f"{place} is empty: give at least one token", "empty_prompt")
       for prompt, place in (("", "prompt"), (["a", ""], "prompt[1]"), ([[1], []], "prompt[1]"))),
     ({"prompt": None}, "prompt"),
-    ({"rope_scaling": "yarn"}, "rope_scaling", '; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}'),
+    ({"rope_scaling": "yarn"}, "rope_scaling.factor", "is missing: rope_type 'yarn' needs it"),
     ({"rope_scaling": {"rope_type": "yarm", "factor": 4}}, "rope_scaling.rope_type",
      "rope_scaling.rope_type 'yarm' is not known (did you mean 'yarn'?): use one"),
     ({"rope_scaling": {"rope_type": "yarn", "facter": 4}}, "rope_scaling.facter",
