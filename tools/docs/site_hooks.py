@@ -15,7 +15,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "models/demo/README.md": "models-demo.md"}
+PAGES = {
+    "README.md": "readme.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "repeat-benchmarks.md",
+    "models/demo/README.md": "models-demo.md",
+}
 FILES = "files"  # folder of the site with copies of other linked files
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 FOLDER = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)\)")  # possible links to folders, which a site does not list

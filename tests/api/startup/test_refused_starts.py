@@ -198,7 +198,7 @@ OPTIONS = {
     ),
     "blocks of a GPU": (
         ("--device", "cpu", "--kv-host-memory", "1GiB"),
-        ("--kv-host-memory takes what a GPU's cache evicts", "leave it out and raise --kv-cache-memory"),
+        ("--kv-host-memory stores what the cache of a GPU evicts", "leave it out and raise --kv-cache-memory"),
     ),
     "short passages": (("--cache-reuse", "5"), ("--cache-reuse must be 0 or at least 32, got 5",)),
     "no window": (("--attention-window", "0"), ("attention_window must be at least 1",)),
