@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.debug  # which jinja2 otherwise imports at the first error of a template
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
