@@ -23,6 +23,14 @@ from windlass import __version__
 pytestmark = pytest.mark.slow  # builds wheels and installs into an environment
 
 
+@pytest.fixture(scope="module", autouse=True)
+def host_kernels() -> Iterator[None]:
+    """Wheels with the compiled kernels of this checkout. Compiling all instruction sets would take minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WINDLASS_ISAS", "host")
+        yield
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_clone(tmp_path_factory.mktemp("clone"))
