@@ -179,7 +179,7 @@ def _option_default(option: Option) -> str:
 
 # Request fields
 
-# Models whose fields several endpoints have, from general to special, with the headings of their tables.
+# Models whose fields several endpoints have, from general to special, with the headings of their lists.
 SHARED: Mapping[type[StrictModel], str] = {
     EngineRequestFields: "Common fields",
     SharedRequest: "Generation fields",
@@ -201,9 +201,9 @@ def app() -> Any:
 
 
 def fields() -> str:
-    """Tables of shared fields and of each endpoint, and lists of the fields of the objects that they contain.
+    """Lists of shared fields, of the fields of each endpoint, and of those of the objects that they contain.
 
-    A field that an earlier table has is named with a link to that table.
+    A field that an earlier list has is named with a link to that list.
     """
     document = app().openapi()
     schemas = document["components"]["schemas"]
@@ -214,7 +214,7 @@ def fields() -> str:
     for model, heading in SHARED.items():
         users = [path for path, name in _bodies(document) if issubclass(models[name], model)]
         own = [row for row in shared[model] if row not in places]
-        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_table(own)}")
+        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_list(own)}")
         places |= dict.fromkeys(own, heading)
         properties.append(_properties(model, model.model_json_schema()))
     bodies = {models[name]: path for path, name in _bodies(document)}
@@ -235,7 +235,7 @@ def fields() -> str:
         for heading, names in elsewhere.items():
             links[f"{path} {heading}"] = f"{_listed(names)} of {_reference(heading)}"
         also = f"Also: {'; '.join(links.values())}.\n\n" if links else ""
-        parts.append(f"## `POST {path}`\n\n{also}{_field_table(own) if own else ''}")
+        parts.append(f"## `POST {path}`\n\n{also}{_field_list(own) if own else ''}")
         places |= dict.fromkeys(own, f"POST {path}")
         properties.append(found)
     objects: dict[str, list[Row]] = {}
@@ -261,9 +261,8 @@ def _object(name: str, description: str, objects: Mapping[str, list[Row]]) -> st
     ]
     base = max(within, key=lambda other: len(objects[other]), default=None)
     own = [row for row in rows if base is None or row not in _typeless(objects[base])]
-    lines = [f"* {', '.join(f'`{one}`' for one in names)}: {text}\n" for names, text in _merged(own)]
     also = f" Also: fields of {_link(base, base)}." if base else ""
-    return f"### {name}\n\n{description}{also}\n\n{''.join(lines)}"
+    return f"### {name}\n\n{description}{also}\n\n{_field_list(own)}"
 
 
 def _typeless(rows: list[Row]) -> list[Row]:
@@ -275,7 +274,7 @@ def _merged(rows: Iterable[Row]) -> Iterator[tuple[list[str], str]]:
     names: dict[str, list[str]] = {}
     for name, *cells in rows:
         kind = "; ".join(filter(None, cells[:2]))
-        names.setdefault(". ".join(filter(None, (kind, cells[2]))), []).append(name)
+        names.setdefault(". ".join(filter(None, (f"*{kind}*", cells[2]))), []).append(name)
     return ((found, text if text.endswith(".") else f"{text}.") for text, found in names.items())
 
 
@@ -348,12 +347,15 @@ def _rows(
     return rows
 
 
-def _field_table(rows: Iterable[Row]) -> str:
-    cells: dict[tuple[str, str], list[str]] = {}
-    for name, kind, default, meaning in rows:
-        cells.setdefault(("; ".join(filter(None, (kind, default))), meaning), []).append(f"`{name}`")
-    merged = ((", ".join(names), *others) for others, names in cells.items())
-    return table("field", "type; default", "meaning", rows=merged)
+def _field_list(rows: Iterable[Row]) -> str:
+    """One item per field, and one for all that have no effect."""
+    rows = list(rows)
+    unused = [f"`{row[0]}`" for row in rows if row[3] == "No effect."]
+    lines = [
+        f"* {', '.join(f'`{one}`' for one in names)}: {text}\n"
+        for names, text in _merged(row for row in rows if row[3] != "No effect.")
+    ]
+    return "".join(lines) + (f"* {', '.join(unused)}: without effect.\n" if unused else "")
 
 
 def _description(schema: Mapping[str, Any]) -> str:
@@ -370,7 +372,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in values) or "empty"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"}))
+            *others, last = dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"})
+            return f"{', '.join(others)} or {last}" if others else last
     kind = str(schema.get("type", "any"))
     if kind in ("integer", "number"):
         return kind + _range(schema)
@@ -387,7 +390,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _types(schema: Mapping[str, Any]) -> str:
-    return re.sub(r"^(string|integer|number|object|array)\b", r"\1s", _type(schema))
+    return re.sub(r"(^|, | or )(string|integer|number|object|array)\b", r"\1\2s", _type(schema))
 
 
 def _range(schema: Mapping[str, Any]) -> str:
@@ -420,7 +423,7 @@ def _link(text: str, heading: str) -> str:
 
 
 def _reference(heading: str) -> str:
-    """A link to the table with this heading."""
+    """A link to the list with this heading."""
     path = heading.removeprefix("POST ")
     return _link(heading.lower() if path == heading else f"`{path}`", heading)
 
