@@ -499,27 +499,21 @@ POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
 def causal_models() -> str:
     rows = []
     for family in _compared(lambda one: one.causal and one.positions not in POSITIONS):
-        rotates = family.positions == "rotary"
         rows.append(
             (
                 family.models,
                 f"`{family.architecture}`",
-                _pairs(family) if rotates else "no rotation",
-                f"{family.rules.rope_theta:,.0f}" if rotates else "–",
-                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) or "–",
+                _pairs(family) if family.positions == "rotary" else "none",
+                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families),
             )
         )
-    return table("models", "`architectures`", "pairs, share", "theta", "GGUF", rows=rows)
+    return table("models", "`architectures`", "pairs; share; theta", "GGUF", rows=rows)
 
 
 def encoders() -> str:
-    rows = []
-    for family in _compared(lambda one: not one.causal):
-        local = family.rules.local_rope_theta
-        theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
-        norms = "before each part" if family.norms.output is None else "after each sum"
-        rows.append((family.models, _architectures(family), _pairs(family), theta, norms))
-    return table("models", "`architectures`", "pairs", "theta", "norms", rows=rows)
+    found = _compared(lambda one: not one.causal)
+    rows = ((family.models, _architectures(family), _pairs(family)) for family in found)
+    return table("models", "`architectures`", "pairs; theta", rows=rows)
 
 
 def models_without_rotation() -> str:
@@ -532,7 +526,7 @@ def models_without_rotation() -> str:
 
 def multimodal_models() -> str:
     kinds = sorted(MULTIMODAL, key=lambda one: one.title.lower())
-    return table("models", "`architectures`", rows=((kind.title, f"`{kind.architecture}`") for kind in kinds))
+    return "".join(f"* {kind.title}: `{kind.architecture}`\n" for kind in kinds)
 
 
 def checkpoints() -> set[str]:
@@ -563,9 +557,15 @@ def _architectures(family: Family) -> str:
 
 
 def _pairs(family: Family) -> str:
-    pairs = "2j, 2j + 1" if is_set({}, family.interleaved) else "j, j + d/2"
-    share = family.rules.partial_rotary_factor
-    return pairs if share == 1 else f"{pairs}; {share:g}"
+    """Numbering of pairs, the share that rotates if it is not 1, and theta if it is not 10,000."""
+    rules = family.rules
+    parts = ["interleaved" if is_set({}, family.interleaved) else "halves"]
+    if rules.partial_rotary_factor != 1:
+        parts.append(f"{rules.partial_rotary_factor:g}")
+    if rules.rope_theta != 10_000:
+        local = rules.local_rope_theta
+        parts.append(f"{rules.rope_theta:,.0f}" + ("" if local is None else f" (local layers {local:,.0f})"))
+    return "; ".join(parts)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
