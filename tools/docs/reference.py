@@ -116,20 +116,20 @@ def options() -> str:
     for panel in dict.fromkeys(each.panel for each in served):
         shown = [each for each in served if each.panel == panel and each.scope == "flag"]
         if shown:
-            parts.append(f"## {panel}\n\n{_option_table('option', shown)}")
+            parts.append(f"## {panel}\n\n{_option_list(shown)}")
     return "\n".join(parts)
 
 
 def configuration_keys() -> str:
-    return _option_table("key", (each for each in _served() if each.scope == "key"))
+    return _option_list(each for each in _served() if each.scope == "key")
 
 
 def environment_variables() -> str:
-    return _option_table("variable", (each for each in _served() if each.scope == "variable"))
+    return _option_list(each for each in _served() if each.scope == "variable")
 
 
 def cluster_options() -> str:
-    return _option_table("option", options_of(ClusterOptions).values())
+    return _option_list(options_of(ClusterOptions).values())
 
 
 def removed_options() -> str:
@@ -138,9 +138,9 @@ def removed_options() -> str:
     moved = {
         scope: _listed(sorted(each.flag for each in every if each.scope == scope)) for scope in ("key", "variable")
     }
-    rows = ((f"`{flag}`", escape(hints[flag])) for flag in sorted(hints))
+    replaced = "".join(f"* `{flag}`: {hints[flag]}\n" for flag in sorted(hints))
     return (
-        f"{table('earlier option', 'replacement', rows=rows)}\n"
+        f"{replaced}\n"
         f"Now [keys](#configuration-keys) of the same name: {moved['key']}.\n\n"
         f"Now [variables](#expert-variables): {moved['variable']}.\n"
     )
@@ -151,14 +151,16 @@ def _served() -> list[Option]:
     return [*(each for cls in classes for each in options_of(cls).values()), LOG_LEVEL]
 
 
-def _option_table(title: str, shown: Iterable[Option]) -> str:
-    rows = []
+def _option_list(shown: Iterable[Option]) -> str:
+    """One item per option: its name, with a link to details, its meaning, and its default."""
+    lines = []
     for each in shown:
-        see = f" ([more]({_LINKS[each.name]}))" if each.name in _LINKS else ""
-        meaning, _, default = each.help.partition(" Default: ")
-        default = default.rstrip(".") or _option_default(each)
-        rows.append((_spelling(each), escape(default), f"{escape(meaning)}{see}"))
-    return table(title, "default", "meaning", rows=rows)
+        name = _spelling(each)
+        name = f"[{name}]({_LINKS[each.name]})" if each.name in _LINKS else name
+        meaning, _, stated = each.help.replace("*", r"\*").partition(" Default: ")
+        default = stated.rstrip(".") or _option_default(each)
+        lines.append(f"* {name}: {escape(meaning)}{f' Default: {escape(default)}.' if default else ''}\n")
+    return "".join(lines)
 
 
 def _spelling(option: Option) -> str:
@@ -171,7 +173,7 @@ def _spelling(option: Option) -> str:
 
 def _option_default(option: Option) -> str:
     if option.default is None or option.default == "":
-        return "–"
+        return ""
     if isinstance(option.default, bool):
         return "on" if option.default else "off"
     return f"`{option.default:g}`" if isinstance(option.default, float) else f"`{option.default}`"
