@@ -1,6 +1,6 @@
 """Generate the lists and tables of the reference pages: options, request fields, metrics and models.
 
-A page marks the place of a list or table with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it is written by hand.
+A page marks the place of a list or table with `<!-- generated: NAME -->` and `<!-- end -->`; the rest is written by hand.
 
 python tools/docs/reference.py [--check]
 """
