@@ -40,7 +40,7 @@ class RotaryInspectRequest(StrictModel):
     rope_update: RopeUpdateField = None
     length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         default=None,
-        description="Length of the context in tokens. It matters to `dynamic` and `longrope` scaling. Default: "
+        description="Length of the context in tokens, for `dynamic` and `longrope` scaling. Default: "
         "the model's context.",
     )
 
@@ -118,7 +118,7 @@ class RotaryCurvesRequest(RotaryInspectRequest):
         default=None, description="Name of a group of layers. Default: the first group."
     )
     positions: Annotated[list[Position], Field(max_length=128, fail_fast=True, default_factory=list)] = Field(
-        description="Token positions at which cosines and sines are returned, from 0. Default: none."
+        description="Token positions, from 0, at which cosines and sines are returned. Default: none."
     )
     distances: Annotated[list[Position], Field(max_length=512, fail_fast=True, default_factory=list)] = Field(
         description="Distances in tokens at which the curves are returned. Default: none."

@@ -32,7 +32,8 @@ class _TemplateFields(RequestModel):
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Whether the answer continues the last message, which must be the assistant's. Default: false.",
+        description="Whether the answer continues the last message, which must be the assistant's. Excludes "
+        "`add_generation_prompt`. Default: false.",
     )
     chat_template_kwargs: TemplateVariables = None
 
@@ -57,10 +58,10 @@ class TokenizeRequest(_TemplateFields):
     )
     add_special_tokens: AddSpecialTokens = None
     return_token_strs: bool | None = Field(
-        default=None, description="Whether the texts of the tokens are returned. Default: false."
+        default=None, description="Whether the tokens' texts are returned. Default: false."
     )
     return_offsets: bool | None = Field(
-        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+        default=None, description="Whether the tokens' character offsets are returned. Default: true."
     )
 
     @model_validator(mode="after")
@@ -97,10 +98,10 @@ class DetokenizeRequest(RequestModel):
         default=None, description="Whether special tokens are omitted from the text. Default: false."
     )
     return_offsets: bool | None = Field(
-        default=None, description="Whether the character offsets of the tokens are returned. Default: true."
+        default=None, description="Whether the tokens' character offsets are returned. Default: true."
     )
     return_token_strs: bool | None = Field(
-        default=None, description="Whether the texts of the tokens are returned. Default: false."
+        default=None, description="Whether the tokens' texts are returned. Default: false."
     )
 
 

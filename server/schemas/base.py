@@ -302,7 +302,7 @@ RequestedModel = Annotated[
 AddSpecialTokens = Annotated[
     bool | None,
     Field(
-        description="Whether the tokenizer adds its special tokens, such as the beginning-of-sequence token. "
+        description="Whether special tokens, such as the beginning-of-sequence token, are added. "
         "Default: true for a text, false for a chat."
     ),
 ]
@@ -324,8 +324,7 @@ StopStrings = Annotated[
 StopField = Annotated[
     StopStrings | None,
     Field(
-        description="Strings that end the answer: one string or a list, which may contain special tokens. Thinking is "
-        "not searched. Default: none."
+        description="Strings that end the answer and may contain special tokens. Thinking is not searched. Default: none."
     ),
 ]
 
@@ -371,8 +370,8 @@ class RopeUpdateObject(StrictModel):
     )
     exact: bool | None = Field(
         default=None,
-        description="With `recompute`: whether frequencies follow every token instead of steps. The operator "
-        "must allow it. Default: false.",
+        description="With `recompute`: frequencies follow every token instead of steps. The operator must allow "
+        "it. Default: false.",
     )
 
     @field_validator("exact")
@@ -433,8 +432,8 @@ class EngineRequestFields(RequestModel):
     )
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
         default=None,
-        description="Deadline in seconds after arrival, at which the request fails with status 504, or a stream "
-        "with an error event. Default: the server's.",
+        description="Seconds after arrival at which the request fails with status 504, or a stream with an error "
+        "event. Default: the server's.",
     )
     request_id: RequestId | None = Field(
         default=None,
@@ -492,7 +491,7 @@ class UnsupportedKind(BaseModel):
 
 
 class OmittedPart(BaseModel):
-    """A part of the result of a call that is not text. The model, which reads only text, sees a note instead."""
+    """A part of the result of a call that is not text. The model sees a note instead."""
 
     type: str = Field(description="Kind of the part.")
 

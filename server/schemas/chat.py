@@ -143,22 +143,18 @@ class ChatMessage(StrictModel):
     reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
     type: Literal["text", "message"] | None = Field(default=None, description="No effect.")
     refusal: Annotated[str | None, only_empty("refusal is")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
+        default=None, description="Copied from earlier answers."
     )
     annotations: Annotated[list[Any] | None, only_empty("annotations are")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
+        default=None, description="Copied from earlier answers."
     )
-    audio: Annotated[Any, only_empty("audio is")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
-    )
-    images: Annotated[Any, only_empty("images are")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
-    )
+    audio: Annotated[Any, only_empty("audio is")] = Field(default=None, description="Copied from earlier answers.")
+    images: Annotated[Any, only_empty("images are")] = Field(default=None, description="Copied from earlier answers.")
     thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
+        default=None, description="Copied from earlier answers."
     )
     reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = Field(
-        default=None, description="Copied from earlier answers. Must be empty."
+        default=None, description="Copied from earlier answers."
     )
     function_call: MadeFunctionCall | None = Field(
         default=None, description="The call, in the older form that `functions` requests."
@@ -200,7 +196,7 @@ class ChatRequest(GenerationRequest):
         description="Amount of thinking, if the chat template supports the choice. Default: the template's.",
     )
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
+        default=None, description="Maximum number of thinking tokens. Default: unlimited."
     )
     add_generation_prompt: bool | None = Field(
         default=None, description="Whether the template opens the assistant's turn. Default: true."

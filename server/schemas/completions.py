@@ -63,8 +63,8 @@ class CompletionRequest(GenerationRequest):
     logprobs: CompletionLogprobsField = None
     suffix: str | None = Field(
         default=None,
-        description="Text after a gap that the answer fills. The prompt is the text before it. Requires a model "
-        "with fill-in-the-middle tokens. Excludes `truncate_prompt_tokens`. Default: none.",
+        description="Text after the gap that the answer fills. Requires a model with fill-in-the-middle tokens. "
+        "Excludes `truncate_prompt_tokens`. Default: none.",
     )
 
 
@@ -159,12 +159,11 @@ class InfillRequest(SharedRequest):
     input_suffix: str = Field(description="Text after the gap.")
     input_extra: Annotated[list[FilePassage], Field(max_length=MAX_PASSAGES, fail_fast=True)] | None = Field(
         default=None,
-        description="Passages of other files, the most important last. The first ones are dropped if not all "
-        "fit. Default: none.",
+        description="Passages of other files, the most important last; the first are dropped if not all fit. Default: none.",
     )
     prompt: str | None = Field(
         default=None,
-        description="Text between `input_prefix` and the gap, such as the start of its line. Default: empty.",
+        description="Text between `input_prefix` and the gap. Default: empty.",
     )
     n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         default=None,
@@ -180,8 +179,7 @@ class InfillRequest(SharedRequest):
     )
     t_max_predict_ms: Annotated[float, Field(ge=-1, le=1000000000.0)] | None = Field(
         default=None,
-        description="Time in milliseconds after which the answer ends, once it has a complete line. 0 (default) "
-        "or -1: unlimited.",
+        description="Milliseconds after which the answer ends, once it has a complete line. 0 (default) or -1: unlimited.",
     )
     samplers: (
         Annotated[list[str], Field(max_length=64, fail_fast=True)] | Annotated[str, Field(max_length=64)] | None
@@ -198,7 +196,7 @@ class InfillRequest(SharedRequest):
         default=None, description="Whether `tokens` has the ids of the generated tokens. Default: false."
     )
     lora: Annotated[list[Any] | None, only_empty("lora")] = Field(
-        default=None, description="Not supported: `model` selects an adapter. Must be empty."
+        default=None, description="Not supported: `model` selects an adapter."
     )
 
 

@@ -77,7 +77,7 @@ class StreamOptions(StrictModel):
         default=None,
         description="With `include_usage`: whether every chunk has the token counts so far. Default: false.",
     )
-    include_obfuscation: bool | None = Field(default=None, description="No effect: chunks are not padded.")
+    include_obfuscation: bool | None = Field(default=None, description="No effect.")
 
 
 class PassageSpan(StrictModel):
@@ -110,8 +110,8 @@ class SharedRequest(EngineRequestFields):
     )
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = Field(
         default=None,
-        description="Seed of the random numbers. Equal requests with equal seeds get equal answers while "
-        "`system_fingerprint` stays the same. Default: random.",
+        description="Seed of the random numbers. Equal requests get equal answers under "
+        "`--deterministic` and one `system_fingerprint`. Default: random.",
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         default=None, description="Subtracted from the logits of tokens that were already generated. Default: 0."
@@ -156,7 +156,7 @@ class SharedRequest(EngineRequestFields):
     )
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = Field(
         default=None,
-        description="Strength of the penalty on repeated sequences (DRY): a token that would continue an earlier "
+        description="Strength of the penalty on repetitions (DRY): a token that would continue an earlier "
         "sequence of `length` tokens loses `dry_multiplier * dry_base ^ (length - dry_allowed_length)`. "
         "Default: 0, off.",
     )
@@ -173,13 +173,13 @@ class SharedRequest(EngineRequestFields):
     )
     dry_sequence_breakers: SequenceBreakers | None = Field(
         default=None,
-        description="Strings that end a repeated sequence of DRY: a list, or JSON strings separated by commas. Tokens "
+        description="Strings that end a repetition, as a list or as JSON strings separated by commas. Tokens "
         "that contain one are not penalized. `[]`: none. "
         'Default: line break, `:`, `"` and `*`.',
     )
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Minimum number of generated tokens, at most `max_tokens`. No end-of-sequence token, stop token or "
+        description="Minimum number of generated tokens, at most `max_tokens`. No end-of-sequence or stop token or "
         "stop string ends the answer before. Default: 0.",
     )
     ignore_eos: bool | None = Field(
@@ -190,7 +190,7 @@ class SharedRequest(EngineRequestFields):
     )
     include_stop_str_in_output: bool | None = Field(
         default=None,
-        description="Whether the answer includes the stop string or stop token that ended it. Default: false.",
+        description="Whether the answer includes the stop string or token that ended it. Default: false.",
     )
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1024, fail_fast=True)]
@@ -258,7 +258,7 @@ class SharedRequest(EngineRequestFields):
     )
     passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None = Field(
         default=None,
-        description="Spans of the prompt to search in the cache, without overlap. Only for completions. Default: none.",
+        description="Spans of the prompt, without overlap, to search in the cache. Only for completions. Default: none.",
     )
     cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
@@ -293,18 +293,18 @@ class GenerationRequest(SharedRequest):
     best_of: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None,
         description="Answers generated per prompt, of which the `n` with the highest mean log-probability are "
-        "returned. A value above `n` excludes `stream`. Default: `n`.",
+        "returned. More than `n` excludes `stream`. Default: `n`.",
     )
     stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
     stop: StopField = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,
-        description="Alternatives per prompt token whose log-probabilities are returned. 0: only the prompt tokens' "
-        "own. The request uses no cached prefix. Default: none are returned.",
+        description="Alternatives per prompt token whose log-probabilities are returned. 0: only the tokens' "
+        "own. Uses no cached prefix. Default: none are returned.",
     )
     return_token_ids: bool | None = Field(
         default=None,
-        description="Whether the answer has the token ids of the prompt and of the generated text. Default: false.",
+        description="Whether the answer has the token ids of prompt and text. Default: false.",
     )
     return_tokens_as_token_ids: bool | None = Field(
         default=None,

@@ -83,7 +83,7 @@ class ToolUseBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
-    id: CallId = Field(description="Id of the call, which its result repeats.")
+    id: CallId = Field(description="Id of the call.")
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
     input: FreeForm = Field(description="Arguments of the call.")
 
@@ -114,7 +114,7 @@ Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)
 
 
 class ToolResultBlock(StrictModel):
-    """Result of a call. With `is_error`, the model sees that the call failed."""
+    """Result of a call."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS | {"toolset_name"}
 
@@ -122,10 +122,10 @@ class ToolResultBlock(StrictModel):
     tool_use_id: CallId = Field(description="Id of the call whose result this is.")
     content: (
         Annotated[list[_ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")] | None
-    ) = Field(
-        default=None, description="Result of the call: a text or blocks. The model sees a note in place of images."
+    ) = Field(default=None, description="A text or blocks. The model sees a note in place of images.")
+    is_error: bool | None = Field(
+        default=None, description="Whether the call failed, which the model sees. Default: false."
     )
-    is_error: bool | None = Field(default=None, description="Whether the call failed. Default: false.")
 
 
 class _OtherBlock(UnsupportedKind):
@@ -189,7 +189,7 @@ class CustomTool(StrictModel):
         description="Whether a schema that cannot be enforced completely is refused, if calls must follow it. "
         "Default: false.",
     )
-    defer_loading: bool | None = Field(default=None, description="No effect: the model sees every tool from the start.")
+    defer_loading: bool | None = Field(default=None, description="No effect.")
 
 
 class _OtherMessageTool(UnsupportedKind):
@@ -221,8 +221,8 @@ class MessageToolChoice(StrictModel):
     """Whether the model may or must call functions."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(
-        description="`auto`: the model may call; `any`: it must call a function; `tool`: it must call the named "
-        "one; `none`: no calls."
+        description="The model may call (`auto`), must call a function (`any`) or the named one (`tool`), or "
+        "makes no calls (`none`)."
     )
     name: str | None = Field(default=None, description="With `tool`: name of the function.")
     disable_parallel_tool_use: bool | None = Field(
@@ -301,12 +301,10 @@ class _MessageInput(RequestModel):
     )
     output_config: OutputConfig | None = Field(default=None, description="Form of the answer and amount of thinking.")
     chat_template_kwargs: TemplateVariables = None
-    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(default=None, description="Not supported.")
     context_management: Annotated[Any, AfterValidator(_context_management)] = Field(
         default=None,
-        description="Edits that clear no thinking (`keep` is `all`) are accepted without effect. Others are refused.",
+        description="Only edits that clear no thinking (`keep` is `all`), without effect.",
     )
 
 
@@ -336,21 +334,17 @@ class MessageRequest(_MessageInput, SharedRequest):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Maximum number of generated tokens.")
     messages: Messages = Field(description="Turns of the conversation, oldest first.")
     stop_sequences: StopStrings | None = Field(default=None, description="Strings that end the answer. Default: none.")
-    container: Annotated[Any, only_empty("containers are")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
-    compaction: Annotated[Any, only_empty("compaction is")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
+    container: Annotated[Any, only_empty("containers are")] = Field(default=None, description="Not supported.")
+    compaction: Annotated[Any, only_empty("compaction is")] = Field(default=None, description="Not supported.")
     # `default` means those of the model, which has none.
     fallbacks: Annotated[Any, AfterValidator(_fallbacks)] = Field(
         json_schema_extra={"enum": [None, [], "default"]},
         default=None,
-        description="Other models are not supported: must be empty or `default`.",
+        description="No fallback models: `default` has no effect.",
     )
     thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
         default=None,
-        description="Not supported. Must be empty. The error has `details` by which clients continue without.",
+        description="Not supported.",
     )
 
 
@@ -396,7 +390,7 @@ class AnsweredToolUse(StrictModel):
     """A call that the model makes."""
 
     type: Literal["tool_use"]
-    id: str = Field(description="Id of the call, which its result repeats.")
+    id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the function.")
     input: dict[str, Any] = Field(description="Arguments of the call.")
 

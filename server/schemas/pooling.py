@@ -21,7 +21,7 @@ Input = Annotated[
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,
     Field(
-        description="Hidden state that becomes the vector: of the last token, the mean, or of the first token. "
+        description="Hidden state that becomes the vector: the last token's, the mean, or the first token's. "
         "Default: that of the model's files, else `last`."
     ),
 ]
@@ -72,8 +72,8 @@ class EmbeddingRequest(PromptRequest):
     encoding_format: EncodingField = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         default=None,
-        description="Number of leading values of each vector to return. Normalized vectors are normalized "
-        "again. Default: all.",
+        description="Number of leading values of each vector to return, normalized again if vectors are "
+        "normalized. Default: all.",
     )
     pooling: PoolingField = None
     normalize: bool | None = Field(
@@ -120,8 +120,8 @@ class PoolingRequest(PromptRequest):
     input: Input
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
         default=None,
-        description="`embed`: a row per text; `token_embed`: a row per token; `classify`, `token_classify`: "
-        "class probabilities per text or token. Default: `token_classify` for a model that "
+        description="A row per text (`embed`) or token (`token_embed`), or class probabilities (`classify`, "
+        "`token_classify`). Default: `token_classify` for a model that "
         "classifies tokens, else the task that `pooling` implies.",
     )
     encoding_format: EncodingField = None
@@ -244,7 +244,7 @@ class RerankRequest(PromptRequest):
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="Number of tokens to which documents are truncated. Default: no truncation."
+        default=None, description="Length to which documents are truncated. Default: no truncation."
     )
     pooling: PoolingField = None
     instruction: _InstructionField = None

@@ -156,9 +156,9 @@ class CallItem(StrictModel):
     id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
     status: Any = Field(
         default=None,
-        description="State of the call. An `incomplete` call has no effect unless the input holds its result.",
+        description="An `incomplete` call has no effect unless the input has its result.",
     )
-    call_id: CallId = Field(description="Id of the call, which its result repeats.")
+    call_id: CallId = Field(description="Id of the call.")
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
     arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(
         default="", max_length=MAX_ARGUMENTS, description="Arguments as JSON text. Default: empty."
@@ -180,9 +180,9 @@ class CustomCallItem(StrictModel):
     id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
     status: Any = Field(
         default=None,
-        description="State of the call. An `incomplete` call has no effect unless the input holds its result.",
+        description="An `incomplete` call has no effect unless the input has its result.",
     )
-    call_id: CallId = Field(description="Id of the call, which its result repeats.")
+    call_id: CallId = Field(description="Id of the call.")
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the tool.")
     input: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = Field(description="Input of the tool.")
     namespace: NamespaceOfCall = None
@@ -205,10 +205,8 @@ class CallOutputItem(StrictModel):
 
     type: Literal["function_call_output"] = "function_call_output"
     id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
-    call_id: CallId = Field(description="Id of the call, which its result repeats.")
-    output: ResultParts = Field(
-        description="Result of the call: a text or parts. The model sees a note in place of images and files."
-    )
+    call_id: CallId = Field(description="Id of the call.")
+    output: ResultParts = Field(description="A text or parts. The model sees a note in place of images and files.")
 
 
 class CustomCallOutputItem(CallOutputItem):
@@ -224,7 +222,7 @@ class ReasoningItem(StrictModel):
 
     type: Literal["reasoning"] = "reasoning"
     id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
-    summary: Parts = Field(default_factory=list, description="Text of the thinking, used if `content` is absent.")
+    summary: Parts = Field(default_factory=list, description="Text, used if `content` is absent.")
     content: Parts | None = Field(default=None, description="Text of the thinking.")
 
 
@@ -281,7 +279,7 @@ class _OtherResponseTool(UnsupportedKind):
     supported_kinds = "function, custom and namespace"
 
 
-DeferLoading = Annotated[bool | None, Field(description="No effect: the model sees every tool from the start.")]
+DeferLoading = Annotated[bool | None, Field(description="No effect.")]
 
 
 class FunctionTool(FunctionDefinition):
@@ -317,7 +315,7 @@ class CustomInputFormat(StrictModel):
 
 
 class FreeformTool(StrictModel):
-    """A tool of the caller whose input is a text. The model sees a function with one argument, `input`."""
+    """A tool whose input is a text. The model sees a function with one argument, `input`."""
 
     ignored: ClassVar[frozenset[str]] = FunctionTool.ignored
     neutral: ClassVar[Mapping[str, Any]] = FunctionTool.neutral
@@ -364,7 +362,7 @@ class ToolNamespace(StrictModel):
 
     type: Literal["namespace"]
     name: FunctionName = Field(description="Name of the namespace.")
-    description: str | None = Field(default=None, description="What the tools are for. No effect.")
+    description: str | None = Field(default=None, description="No effect.")
     tools: Annotated[list[_NamespacedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools."
     )
@@ -422,13 +420,13 @@ _Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), Aft
 
 
 class AdditionalTools(StrictModel):
-    """Further tools of this request, which count as those in `tools`. The item is not stored."""
+    """Further tools of this request. The item is not stored."""
 
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS
 
     type: Literal["additional_tools"]
-    id: Id | None = Field(default=None, description="Accepted without effect.")
-    role: Literal["developer", "system"] | None = Field(default=None, description="Accepted without effect.")
+    id: Id | None = Field(default=None, description="No effect.")
+    role: Literal["developer", "system"] | None = Field(default=None, description="No effect.")
     tools: _Tools = Field(description="The tools.")
 
 
@@ -499,7 +497,7 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 class ReasoningChoice(StrictModel):
-    """Thinking options. `summary`, `context` and `mode` have no effect: answers contain the thinking itself."""
+    """Thinking options. `summary`, `context` and `mode` have no effect."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -520,7 +518,7 @@ class TextConfig(StrictModel):
 class ResponseStreamOptions(StrictModel):
     """Stream options, without effect."""
 
-    include_obfuscation: bool | None = Field(default=None, description="No effect: chunks are not padded.")
+    include_obfuscation: bool | None = Field(default=None, description="No effect.")
 
 
 class ResponseRequest(SharedRequest):
@@ -543,7 +541,7 @@ class ResponseRequest(SharedRequest):
     ] = Field(description="A text or items.")
     instructions: str | None = Field(
         default=None,
-        description="System prompt of this response. Not inherited by responses that continue it. Default: none.",
+        description="System prompt of this response, not of those that continue it. Default: none.",
     )
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Id of the stored response whose conversation is continued. Default: none."
@@ -589,8 +587,7 @@ class ResponseRequest(SharedRequest):
         | None
     ) = Field(
         default=None,
-        description="Additional contents of the answer. `message.output_text.logprobs` requests "
-        "log-probabilities; the others have no effect.",
+        description="`message.output_text.logprobs` requests log-probabilities; the others have no effect.",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Alternatives per token whose log-probabilities are returned. Default: 0."
@@ -611,7 +608,7 @@ class ResponseRequest(SharedRequest):
     )
     stream_options: ResponseStreamOptions | None = Field(default=None, description="Additional contents of a stream.")
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Number of tokens after which the thinking is ended. Default: unlimited."
+        default=None, description="Maximum number of thinking tokens. Default: unlimited."
     )
     chat_template_kwargs: TemplateVariables = None
     user: Annotated[str, Field(max_length=256)] | None = Field(
@@ -626,22 +623,16 @@ class ResponseRequest(SharedRequest):
 
     # Unsupported features of OpenAI's service
     background: Annotated[bool | None, only_empty("background responses are")] = Field(
-        default=None, description="Not supported. Must be empty."
+        default=None, description="Not supported."
     )
-    conversation: Annotated[Any, only_empty("conversations are")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
-    prompt: Annotated[Any, only_empty("stored prompts are")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
+    conversation: Annotated[Any, only_empty("conversations are")] = Field(default=None, description="Not supported.")
+    prompt: Annotated[Any, only_empty("stored prompts are")] = Field(default=None, description="Not supported.")
     context_management: Annotated[Any, only_empty("context_management is")] = Field(
-        default=None, description="Not supported. Must be empty."
+        default=None, description="Not supported."
     )
-    moderation: Annotated[Any, only_empty("moderation is")] = Field(
-        default=None, description="Not supported. Must be empty."
-    )
+    moderation: Annotated[Any, only_empty("moderation is")] = Field(default=None, description="Not supported.")
     access_programs: Annotated[Any, only_empty("access_programs are")] = Field(
-        default=None, description="Not supported. Must be empty."
+        default=None, description="Not supported."
     )
 
 
@@ -726,7 +717,7 @@ class OutputCall(_OutputItem):
     """A call that the model makes."""
 
     type: Literal["function_call"]
-    call_id: str = Field(description="Id of the call, which its result repeats.")
+    call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Arguments as JSON text.")
     namespace: str | None = Field(default=None, description="Namespace of the function, if it has one.")
@@ -736,7 +727,7 @@ class OutputCustomCall(_OutputItem):
     """A call of a `custom` tool that the model makes."""
 
     type: Literal["custom_tool_call"]
-    call_id: str = Field(description="Id of the call, which its result repeats.")
+    call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the tool.")
     input: str = Field(description="Input of the tool.")
     namespace: str | None = Field(default=None, description="Namespace of the tool, if it has one.")
@@ -907,7 +898,7 @@ class ListedCallOutput(_OutputItem):
 
     type: Literal["function_call_output"]
     status: Literal["completed"] = Field(description="State of the item.")
-    call_id: str = Field(description="Id of the call, which its result repeats.")
+    call_id: str = Field(description="Id of the call.")
     output: str = Field(description="Result of the call.")
 
 

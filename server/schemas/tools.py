@@ -276,7 +276,7 @@ FunctionChoice = Annotated[
 
 
 class MadeFunctionCall(StrictModel):
-    """Function of a call in a history. Arguments that are not a JSON object are shown as `{"arguments": "the text"}`.
+    """Function of a call in a history.
 
     `parsed_arguments` and `provider_specific_fields` have no effect.
     """
@@ -296,9 +296,7 @@ class MadeToolCall(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight", PROVIDER_FIELDS})
 
-    id: Annotated[str, Field(min_length=1, max_length=256)] = Field(
-        description="Id of the call, which its result repeats."
-    )
+    id: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Id of the call.")
     type: Literal["function"] = "function"
     function: MadeFunctionCall = Field(description="The function.")
     index: int | None = Field(default=None, description="No effect.")
@@ -314,7 +312,7 @@ class AnsweredFunction(StrictModel):
 class AnsweredCall(StrictModel):
     """A call in an answer."""
 
-    id: str = Field(description="Id of the call, which its result repeats.")
+    id: str = Field(description="Id of the call.")
     type: Literal["function"]
     function: AnsweredFunction = Field(description="The function.")
 
@@ -330,8 +328,6 @@ class CallDelta(StrictModel):
     """A piece of a call."""
 
     index: int = Field(description="Index of the call in the message, from 0.")
-    id: str | None = Field(
-        default=None, description="Id of the call, which its result repeats. Only in the first piece."
-    )
+    id: str | None = Field(default=None, description="Id of the call. Only in the first piece.")
     type: Literal["function"] | None = Field(default=None, description="Kind of the call. Only in the first piece.")
     function: FunctionDelta = Field(description="The function.")

@@ -57,9 +57,9 @@ def section(page: str, heading: str) -> str:
 
 
 def field_names(text: str) -> set[str]:
-    """Names of the fields that a part of fields.md has, or names with a link to the table that has them."""
+    """Names of the fields that a part of fields.md has, or names with a link to the list that has them."""
     found = set[str]()
-    for names in re.findall(r"^(?:\| |\* )((?:`\w+`, )*`\w+`)(?: \||:)", text, re.MULTILINE):
+    for names in re.findall(r"^\* ((?:`\w+`, )*`\w+`):", text, re.MULTILINE):
         found |= set(re.findall(r"\w+", names))
     for also in re.findall(r"^Also: (.*)$", text, re.MULTILINE):
         for names, title in re.findall(r"((?:`\w+`(?:, | and ))*`\w+`) of \[(.+?)\]\(#[\w-]+\)", also):
@@ -102,7 +102,7 @@ def test_every_request_field_is_documented(model, text):
     assert not set(model.model_fields) - field_names(text)
 
 
-def test_every_body_has_a_table_of_fields():
+def test_every_body_has_a_list_of_fields():
     paths = create_toy_app().openapi()["paths"]
     bodies = {path for path, methods in paths.items() for one in methods.values() if "requestBody" in one}
     assert len(bodies) > 15
@@ -110,17 +110,17 @@ def test_every_body_has_a_table_of_fields():
 
 
 def test_limits_and_defaults_of_fields():
-    """A sample of rows, as they must be."""
-    for row in (
-        "| `temperature` | number 0–100; the model's `sampling_defaults` |",
-        "| `top_p` | number > 0, ≤ 1; the model's `sampling_defaults` |",
-        "| `messages` | array (1–16,384) of [ChatMessage](#chatmessage); required |",
-        "| `stop` | string or array (≤ 64) of strings (1–256); none |",
-        '| `truncation_side` | `"left"`, `"right"`; `left` |',
-        '| `rope_update` | `"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject); the server\'s',
-        "| `tokens` | array (≤ 2,097,152) of integers ≥ 0; required |",
+    """A sample of fields, as they must be."""
+    for field in (
+        "* `temperature`: *number 0–100; the model's `sampling_defaults`*.",
+        "* `top_p`: *number > 0, ≤ 1; the model's `sampling_defaults`*.",
+        "* `messages`: *array (1–16,384) of [ChatMessage](#chatmessage); required*.",
+        "* `stop`: *string or array (≤ 64) of strings (1–256); none*.",
+        '* `truncation_side`: *`"left"`, `"right"`; `left`*.',
+        '* `rope_update`: *`"frozen"`, `"recompute"`, `"rotate"` or [RopeUpdateObject](#ropeupdateobject); the server\'s',
+        "* `tokens`: *array (≤ 2,097,152) of integers ≥ 0; required*.",
     ):
-        assert f"\n{row}" in FIELDS
+        assert f"\n{field}" in FIELDS
 
 
 def test_every_endpoint_is_documented():

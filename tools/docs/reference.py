@@ -1,6 +1,6 @@
-"""Generate the tables of the reference pages: options, request fields, metrics and models.
+"""Generate the lists and tables of the reference pages: options, request fields, metrics and models.
 
-A page marks the place of a table with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it is written by hand.
+A page marks the place of a list or table with `<!-- generated: NAME -->` and `<!-- end -->`; the rest is written by hand.
 
 python tools/docs/reference.py [--check]
 """
@@ -116,20 +116,20 @@ def options() -> str:
     for panel in dict.fromkeys(each.panel for each in served):
         shown = [each for each in served if each.panel == panel and each.scope == "flag"]
         if shown:
-            parts.append(f"## {panel}\n\n{_option_table('option', shown)}")
+            parts.append(f"## {panel}\n\n{_option_list(shown)}")
     return "\n".join(parts)
 
 
 def configuration_keys() -> str:
-    return _option_table("key", (each for each in _served() if each.scope == "key"))
+    return _option_list(each for each in _served() if each.scope == "key")
 
 
 def environment_variables() -> str:
-    return _option_table("variable", (each for each in _served() if each.scope == "variable"))
+    return _option_list(each for each in _served() if each.scope == "variable")
 
 
 def cluster_options() -> str:
-    return _option_table("option", options_of(ClusterOptions).values())
+    return _option_list(options_of(ClusterOptions).values())
 
 
 def removed_options() -> str:
@@ -138,9 +138,9 @@ def removed_options() -> str:
     moved = {
         scope: _listed(sorted(each.flag for each in every if each.scope == scope)) for scope in ("key", "variable")
     }
-    rows = ((f"`{flag}`", escape(hints[flag])) for flag in sorted(hints))
+    replaced = "".join(f"* `{flag}`: {hints[flag]}\n" for flag in sorted(hints))
     return (
-        f"{table('earlier option', 'replacement', rows=rows)}\n"
+        f"{replaced}\n"
         f"Now [keys](#configuration-keys) of the same name: {moved['key']}.\n\n"
         f"Now [variables](#expert-variables): {moved['variable']}.\n"
     )
@@ -151,14 +151,16 @@ def _served() -> list[Option]:
     return [*(each for cls in classes for each in options_of(cls).values()), LOG_LEVEL]
 
 
-def _option_table(title: str, shown: Iterable[Option]) -> str:
-    rows = []
+def _option_list(shown: Iterable[Option]) -> str:
+    """One item per option: its name, with a link to details, its meaning, and its default."""
+    lines = []
     for each in shown:
-        see = f" ([more]({_LINKS[each.name]}))" if each.name in _LINKS else ""
-        meaning, _, default = each.help.partition(" Default: ")
-        default = default.rstrip(".") or _option_default(each)
-        rows.append((_spelling(each), escape(default), f"{escape(meaning)}{see}"))
-    return table(title, "default", "meaning", rows=rows)
+        name = _spelling(each)
+        name = f"[{name}]({_LINKS[each.name]})" if each.name in _LINKS else name
+        meaning, _, stated = each.help.replace("*", r"\*").partition(" Default: ")
+        default = stated.rstrip(".") or _option_default(each)
+        lines.append(f"* {name}: {escape(meaning)}{f' Default: {escape(default)}.' if default else ''}\n")
+    return "".join(lines)
 
 
 def _spelling(option: Option) -> str:
@@ -171,7 +173,7 @@ def _spelling(option: Option) -> str:
 
 def _option_default(option: Option) -> str:
     if option.default is None or option.default == "":
-        return "–"
+        return ""
     if isinstance(option.default, bool):
         return "on" if option.default else "off"
     return f"`{option.default:g}`" if isinstance(option.default, float) else f"`{option.default}`"
@@ -179,7 +181,7 @@ def _option_default(option: Option) -> str:
 
 # Request fields
 
-# Models whose fields several endpoints have, from general to special, with the headings of their tables.
+# Models whose fields several endpoints have, from general to special, with the headings of their lists.
 SHARED: Mapping[type[StrictModel], str] = {
     EngineRequestFields: "Common fields",
     SharedRequest: "Generation fields",
@@ -201,9 +203,9 @@ def app() -> Any:
 
 
 def fields() -> str:
-    """Tables of shared fields and of each endpoint, and lists of the fields of the objects that they contain.
+    """Lists of shared fields, of the fields of each endpoint, and of those of the objects that they contain.
 
-    A field that an earlier table has is named with a link to that table.
+    A field that an earlier list has is named with a link to that list.
     """
     document = app().openapi()
     schemas = document["components"]["schemas"]
@@ -214,7 +216,7 @@ def fields() -> str:
     for model, heading in SHARED.items():
         users = [path for path, name in _bodies(document) if issubclass(models[name], model)]
         own = [row for row in shared[model] if row not in places]
-        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_table(own)}")
+        parts.append(f"## {heading}\n\nFields of {_listed(users)}.\n\n{_field_list(own)}")
         places |= dict.fromkeys(own, heading)
         properties.append(_properties(model, model.model_json_schema()))
     bodies = {models[name]: path for path, name in _bodies(document)}
@@ -235,7 +237,7 @@ def fields() -> str:
         for heading, names in elsewhere.items():
             links[f"{path} {heading}"] = f"{_listed(names)} of {_reference(heading)}"
         also = f"Also: {'; '.join(links.values())}.\n\n" if links else ""
-        parts.append(f"## `POST {path}`\n\n{also}{_field_table(own) if own else ''}")
+        parts.append(f"## `POST {path}`\n\n{also}{_field_list(own) if own else ''}")
         places |= dict.fromkeys(own, f"POST {path}")
         properties.append(found)
     objects: dict[str, list[Row]] = {}
@@ -261,9 +263,8 @@ def _object(name: str, description: str, objects: Mapping[str, list[Row]]) -> st
     ]
     base = max(within, key=lambda other: len(objects[other]), default=None)
     own = [row for row in rows if base is None or row not in _typeless(objects[base])]
-    lines = [f"* {', '.join(f'`{one}`' for one in names)}: {text}\n" for names, text in _merged(own)]
     also = f" Also: fields of {_link(base, base)}." if base else ""
-    return f"### {name}\n\n{description}{also}\n\n{''.join(lines)}"
+    return f"### {name}\n\n{description}{also}\n\n{_field_list(own)}"
 
 
 def _typeless(rows: list[Row]) -> list[Row]:
@@ -275,7 +276,7 @@ def _merged(rows: Iterable[Row]) -> Iterator[tuple[list[str], str]]:
     names: dict[str, list[str]] = {}
     for name, *cells in rows:
         kind = "; ".join(filter(None, cells[:2]))
-        names.setdefault(". ".join(filter(None, (kind, cells[2]))), []).append(name)
+        names.setdefault(". ".join(filter(None, (f"*{kind}*", cells[2]))), []).append(name)
     return ((found, text if text.endswith(".") else f"{text}.") for text, found in names.items())
 
 
@@ -348,12 +349,15 @@ def _rows(
     return rows
 
 
-def _field_table(rows: Iterable[Row]) -> str:
-    cells: dict[tuple[str, str], list[str]] = {}
-    for name, kind, default, meaning in rows:
-        cells.setdefault(("; ".join(filter(None, (kind, default))), meaning), []).append(f"`{name}`")
-    merged = ((", ".join(names), *others) for others, names in cells.items())
-    return table("field", "type; default", "meaning", rows=merged)
+def _field_list(rows: Iterable[Row]) -> str:
+    """One item per field, and one for all that have no effect."""
+    rows = list(rows)
+    unused = [f"`{row[0]}`" for row in rows if row[3] == "No effect."]
+    lines = [
+        f"* {', '.join(f'`{one}`' for one in names)}: {text}\n"
+        for names, text in _merged(row for row in rows if row[3] != "No effect.")
+    ]
+    return "".join(lines) + (f"* {', '.join(unused)}: without effect.\n" if unused else "")
 
 
 def _description(schema: Mapping[str, Any]) -> str:
@@ -370,7 +374,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in values) or "empty"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"}))
+            *others, last = dict.fromkeys(_type(one) for one in schema[key] if one != {"type": "null"})
+            return f"{', '.join(others)} or {last}" if others else last
     kind = str(schema.get("type", "any"))
     if kind in ("integer", "number"):
         return kind + _range(schema)
@@ -387,7 +392,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _types(schema: Mapping[str, Any]) -> str:
-    return re.sub(r"^(string|integer|number|object|array)\b", r"\1s", _type(schema))
+    return re.sub(r"(^|, | or )(string|integer|number|object|array)\b", r"\1\2s", _type(schema))
 
 
 def _range(schema: Mapping[str, Any]) -> str:
@@ -420,7 +425,7 @@ def _link(text: str, heading: str) -> str:
 
 
 def _reference(heading: str) -> str:
-    """A link to the table with this heading."""
+    """A link to the list with this heading."""
     path = heading.removeprefix("POST ")
     return _link(heading.lower() if path == heading else f"`{path}`", heading)
 
@@ -496,27 +501,21 @@ POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
 def causal_models() -> str:
     rows = []
     for family in _compared(lambda one: one.causal and one.positions not in POSITIONS):
-        rotates = family.positions == "rotary"
         rows.append(
             (
                 family.models,
                 f"`{family.architecture}`",
-                _pairs(family) if rotates else "no rotation",
-                f"{family.rules.rope_theta:,.0f}" if rotates else "–",
-                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) or "–",
+                _pairs(family) if family.positions == "rotary" else "none",
+                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families),
             )
         )
-    return table("models", "`architectures`", "pairs, share", "theta", "GGUF", rows=rows)
+    return table("models", "`architectures`", "pairs; share; theta", "GGUF", rows=rows)
 
 
 def encoders() -> str:
-    rows = []
-    for family in _compared(lambda one: not one.causal):
-        local = family.rules.local_rope_theta
-        theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
-        norms = "before each part" if family.norms.output is None else "after each sum"
-        rows.append((family.models, _architectures(family), _pairs(family), theta, norms))
-    return table("models", "`architectures`", "pairs", "theta", "norms", rows=rows)
+    found = _compared(lambda one: not one.causal)
+    rows = ((family.models, _architectures(family), _pairs(family)) for family in found)
+    return table("models", "`architectures`", "pairs; theta", rows=rows)
 
 
 def models_without_rotation() -> str:
@@ -529,7 +528,7 @@ def models_without_rotation() -> str:
 
 def multimodal_models() -> str:
     kinds = sorted(MULTIMODAL, key=lambda one: one.title.lower())
-    return table("models", "`architectures`", rows=((kind.title, f"`{kind.architecture}`") for kind in kinds))
+    return "".join(f"* {kind.title}: `{kind.architecture}`\n" for kind in kinds)
 
 
 def checkpoints() -> set[str]:
@@ -560,9 +559,15 @@ def _architectures(family: Family) -> str:
 
 
 def _pairs(family: Family) -> str:
-    pairs = "2j, 2j + 1" if is_set({}, family.interleaved) else "j, j + d/2"
-    share = family.rules.partial_rotary_factor
-    return pairs if share == 1 else f"{pairs}; {share:g}"
+    """Numbering of pairs, the share that rotates if it is not 1, and theta if it is not 10,000."""
+    rules = family.rules
+    parts = ["interleaved" if is_set({}, family.interleaved) else "halves"]
+    if rules.partial_rotary_factor != 1:
+        parts.append(f"{rules.partial_rotary_factor:g}")
+    if rules.rope_theta != 10_000:
+        local = rules.local_rope_theta
+        parts.append(f"{rules.rope_theta:,.0f}" + ("" if local is None else f" (local layers {local:,.0f})"))
+    return "; ".join(parts)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
