@@ -40,15 +40,14 @@ PRINTS = {
     "docs/guides/embeddings.md-1": r"^['\"].*['\"] 0\n['\"].*['\"] [1-9]\d+$",
     "docs/reference/http-api.md-0": r" \d+\n\S",
     "docs/reference/http-api.md-1": r"^\d+\n.* (max_tokens|end_turn)\n",
-    "docs/reference/python.md-3": r" (length|stop) \d+ default$",
-    "docs/reference/python.md-4": r"^Animal\(kind='\w+', legs=[024]\)\nlook_up \{'word': '(horse|sea)'\}\n",
-    "docs/reference/python.md-5": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
-    "docs/reference/python.md-6": r"^rope_scaling\.beta_fast .*beta_fast must not be smaller than beta_slow",
-    "docs/reference/python.md-7": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
-    "docs/reference/python.md-9": r"^change the request: temperature should be greater than or equal to 0$",
-    "docs/reference/python.md-12": r"^yarn [0-9a-f]{64} None\n",
-    "docs/reference/python.md-13": r"yarn 2\.0\n$",
-    "docs/reference/python.md-15": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",
+    "docs/reference/python.md-2": r" (length|stop) \d+ default$",
+    "docs/reference/python.md-3": r"^Animal\(kind='\w+', legs=[024]\)\nlook_up \{'word': '(horse|sea)'\}\n",
+    "docs/reference/python.md-4": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
+    "docs/reference/python.md-5": r"^rope_scaling\.beta_fast .*beta_fast must not be smaller than beta_slow",
+    "docs/reference/python.md-6": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
+    "docs/reference/python.md-8": r"^change the request: temperature should be greater than or equal to 0$",
+    "docs/reference/python.md-11": r"^yarn [0-9a-f]{64} None\n[\s\S]* yarn 4\.0\n\d+ [0-9a-f]{64}$",
+    "docs/reference/python.md-12": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",
 }
 
 
