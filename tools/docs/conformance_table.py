@@ -19,9 +19,11 @@ _TABLES = re.compile(r"<!-- conformance -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def tables(report: dict[str, Any]) -> str:
-    """A table per model, with a row per server."""
+    """A table per model that several programs served, with a row per server."""
     parts = []
     for model, description in report["models"].items():
+        if len({run["server"].partition(",")[0] for run in report["runs"] if run["model"] == model}) < 2:
+            continue
         lines = [f"{description}:", "", "| server | holds | differs | not shown | not askable |", "|---" * 5 + "|"]
         for run in report["runs"]:
             if run["model"] == model:

@@ -39,24 +39,6 @@ def _rotation(subject: Subject) -> str:
     )
 
 
-def _encodings(subject: Subject) -> str:
-    return (
-        "Upper row: the data of a model. Lower row: its effect on two positions, constant along diagonals where it depends on "
-        "the distance only. T5 learns one number per bucket of distances, ALiBi uses a slope per head. RoPE learns nothing."
-    )
-
-
-def _scalings(subject: Subject) -> str:
-    done, base = _turns_within(subject, subject.base.trained_len), subject.base
-    slowest = 2 * math.pi / _slowest(subject)
-    return (
-        f"{done} of {subject.pairs} pairs complete a turn within the {base.trained_len:,} trained tokens; the slowest needs "
-        f"{slowest:,.0f}. Position interpolation (PI) slows all pairs by {subject.stretch:.1f}, NTK-aware scaling only the "
-        "last by as much, YaRN and Llama 3 only the slow ones. Evenly rising divisors replace LongRoPE's, which are searched "
-        "for each model."
-    )
-
-
 def _extrapolation(subject: Subject) -> str:
     done = _turns_within(subject, subject.base.trained_len)
     largest = subject.base.trained_len * _slowest(subject)
@@ -71,9 +53,7 @@ def _extrapolation(subject: Subject) -> str:
 # Titles and explanations. Pictures of the other kinds would only enlarge the clone.
 SHOWN = {
     "rotation": ("Rotating arrows", _rotation),
-    "encodings": ("Comparison with other encodings", _encodings),
     "extrapolation": ("Beyond the trained length", _extrapolation),
-    "scalings": ("Effect of each scaling", _scalings),
 }
 
 
