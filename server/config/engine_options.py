@@ -169,7 +169,7 @@ class EngineOptions:
         default=64,
         sets="scheduling.max_num_seqs",
         main=True,
-        help="Requests that run at once, at most 65,536; each of the n samples of a request counts.",
+        help="Samples of requests that run at once, at most 65,536.",
     )
     max_waiting: int = Panel.BATCHING.option(
         integer(),
@@ -234,8 +234,7 @@ class EngineOptions:
         sets="rotary.scaling",
         main=True,
         help=f"Rotary scaling, such as 'yarn 4' or '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling "
-        f"that the length of a request needs. {_THRESHOLDS_EXAMPLE} sets the lengths up to which auto uses a profile, or none; "
-        "without auto, only for requests that set auto. Default: the model's own.",
+        f"that the length of a request needs ({_THRESHOLDS_EXAMPLE} sets its thresholds). Default: the model's own.",
     )
     rope_profile: list[str] | None = Panel.ROTARY.option(
         Kind(
@@ -247,8 +246,7 @@ class EngineOptions:
         default=None,
         main=True,
         in_llm=True,
-        help="A scaling that requests may use by its name, such as 'long=yarn 4'; repeatable. The variable may hold several: "
-        f"'{{\"long\": {SCALING_EXAMPLE}}}'.",
+        help="A scaling that requests may use by its name, such as 'long=yarn 4'; repeatable.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
@@ -324,8 +322,7 @@ class EngineOptions:
         sets="scheduling.speculation.mtp",
         main=True,
         reported=True,
-        help="Speculative decoding by the model's own MTP layer (Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later, ERNIE "
-        "4.5 MoE, Nemotron 3.5).",
+        help="Speculative decoding by the model's own MTP layer, such as those of Qwen 3.5, DeepSeek V3 and GLM 4.5.",
     )
     speculative_tokens: int = Panel.SPECULATION.option(
         integer(),

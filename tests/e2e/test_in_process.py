@@ -227,7 +227,7 @@ def test_options_of_engine_and_answers_are_read() -> None:
         ({"chat_template": 5}, "chat_template must be a path, got 5"),
         ({"rope_scaling": [1]}, "rope_scaling must be a mapping such as"),
         ({"rope_scaling": {"factor": object()}}, "rope_scaling cannot be written as JSON"),
-        ({"rope_profile": {"long": "yarn"}}, "rope_profile needs a mapping such as"),
+        ({"rope_profile": {"long": "yarn"}}, "rope_profile long.factor is missing"),
         ({"generation_config": 5}, "generation_config must be auto, none or a path, got 5"),
         ({"override_generation_config": [1]}, "override_generation_config must be a mapping such as"),
         ({"override_generation_config": {"top_p": 3}}, "override_generation_config: top_p must be a number above 0"),

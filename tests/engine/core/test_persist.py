@@ -468,7 +468,7 @@ def test_blocks_on_a_slow_disk_are_computed(engine: Engine, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_caching": False}, "they share nothing without `cache.prefix_caching`"),
+        ({"prefix_caching": False}, "which requires `cache.prefix_caching`"),
         ({"kv_persist_size": 1000}, "`cache.persist_size` is 0.0 MiB, and 64 blocks of this model take .*: raise it"),
         ({"kv_persist_size": 0}, "`cache.persist_size` must be at least 1"),
     ],
