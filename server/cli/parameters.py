@@ -75,8 +75,8 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `windlass models` lists, the directory of a Hugging Face model, a GGUF file, or a hub id such as "
-        "Qwen/Qwen3-0.6B. Default: smollm2, downloaded at first use; without a network, the bundled model.",
+        help="A name that `windlass models` lists, a model directory, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B. "
+        "Default: smollm2, downloaded at first use; offline, the bundled model.",
         envvar="WINDLASS_MODEL",
         show_default=False,
     ),

@@ -322,7 +322,7 @@ class EngineOptions:
         sets="scheduling.speculation.mtp",
         main=True,
         reported=True,
-        help="Speculative decoding by the model's own MTP layer, such as those of Qwen 3.5, DeepSeek V3 and GLM 4.5.",
+        help="Speculative decoding by the model's own MTP layer, as in Qwen 3.5 and DeepSeek V3.",
     )
     speculative_tokens: int = Panel.SPECULATION.option(
         integer(),
@@ -342,7 +342,7 @@ class EngineOptions:
         default=None,
         sets="compute.threads",
         main=True,
-        help="CPU threads of the model, for each rank, at most 1,024. Default: torch's choice.",
+        help="CPU threads of each rank, at most 1,024. Default: torch's choice.",
     )
     tensor_parallel: int = Panel.BATCHING.option(
         integer(),
