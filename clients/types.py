@@ -91,7 +91,7 @@ class RotarySettings(ResponseModel):
     rope_exact: bool | None = None
     max_model_len: int | None = None
     auto: dict[str, Any] | None = None
-    kinds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    kinds: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
