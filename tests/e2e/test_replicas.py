@@ -42,7 +42,7 @@ def test_two_engines_have_separate_cores_and_share_the_weights(server: RealServe
     assert first and second and not first & second
     log = server.log.read_text()
     assert "replicas  2" in log and log.count("loading weights ...") == 1
-    weights = float(re.findall(r"memory +([0-9.]+) MiB of weights", log)[0])
+    weights = float(re.findall(r"memory +([0-9.]+) MiB for the weights", log)[0])
     for pid in pids:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         shared = int(re.findall(r"Pss_Shmem: +(\d+) kB", rollup)[0]) / 1024

@@ -302,11 +302,11 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
         for chunk in read_tensors(path, destination):
             if not chunk.finite:
                 raise refuse(f"tensor {chunk.name!r} contains NaN or infinite numbers", "not_finite")
-    except (OSError, SafetensorError, LoadError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) and error.strerror else str(error).replace(str(path), WEIGHTS)
-        )
-        raise refuse(f"cannot read {WEIGHTS}: {reason}") from None
+    except LoadError as error:
+        raise refuse(str(error).replace(str(path), WEIGHTS)) from None
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise refuse(f"cannot read {WEIGHTS}: {reason or str(error).replace(str(path), WEIGHTS)}") from None
     return {module: (tensors[down].float(), tensors[up].float()) for module, (down, up) in names.items()}
 
 
