@@ -136,9 +136,12 @@ def objects(isas: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def compile_library(target: Path, isas: Sequence[str], jobs: int | None = None) -> None:
-    """Compile the kernels for these instruction sets into `target`, in parallel, with a line of progress per unit."""
-    start, jobs = time.monotonic(), jobs or os.cpu_count() or 1
+def compile_library(target: Path, isas: Sequence[str], *flags: str) -> None:
+    """Compile the kernels for these instruction sets into `target`, in parallel, with a line of progress per unit.
+
+    flags: further ones, which override those of the units.
+    """
+    start, jobs = time.monotonic(), os.cpu_count() or 1
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
         folder = Path(name)
@@ -150,7 +153,7 @@ def compile_library(target: Path, isas: Sequence[str], jobs: int | None = None) 
             outputs[folder / f"{unit}.{isa}.o"] = f"unit_{unit}.cpp", UNITS[unit], (f"-DWINDLASS_ISA={isa}",)
         futures = {
             pool.submit(
-                _run, [*compiler(), level, *FLAGS, *defines, "-c", str(SOURCES / source), "-o", str(output)]
+                _run, [*compiler(), level, *FLAGS, *flags, *defines, "-c", str(SOURCES / source), "-o", str(output)]
             ): output
             for output, (source, level, defines) in outputs.items()
         }

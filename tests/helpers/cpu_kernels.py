@@ -7,7 +7,6 @@ import functools
 import mmap
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from filelock import FileLock
 
 from windlass.kernels.cpu import library
-from windlass.kernels.cpu.build import FLAGS, SOURCES, fingerprint, objects, supported
+from windlass.kernels.cpu.build import compile_library, fingerprint, supported
 from windlass.kernels.cpu.library import Library
 
 ARM = platform.machine() in ("aarch64", "arm64")
@@ -39,6 +38,13 @@ def _supported() -> tuple[str, ...]:
     return () if path is None else supported(ctypes.CDLL(str(path)))
 
 
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Return the sets of the installed library that this processor supports, slowest first."""
+    path = library.find()
+    return () if path is None else library.runnable(path)
+
+
 # Compiling takes a minute or more, and other processes wait meanwhile.
 _COMPILED_HERE = (pytest.mark.slow, pytest.mark.timeout(1200))
 
@@ -48,24 +54,28 @@ def _unless_real(*forms: str) -> tuple[Any, ...]:
     return tuple(pytest.param(form, marks=_COMPILED_HERE) for form in forms if _LIKE[form] not in _supported())
 
 
-# The last of these that the processor supports is its fastest.
 _NATIVE = ("neon", "neon_dot") if ARM else ("avx2", "avx2_vnni", "avx512", "avx512_vnni")
+_PAIRS = ("avx512_bf16", "avx512_amx")
 
 
-def _variants(*native: str) -> tuple[Any, ...]:
-    """Return the generic variant and these native ones, of which all but the fastest are marked as slow."""
-    fastest = next((form for form in reversed(native) if form in _supported()), None)
-    forms = ("generic", *native)
-    return tuple(form if form == fastest else pytest.param(form, marks=_COMPILED_HERE) for form in forms)
+def _variants(*forms: str) -> tuple[Any, ...]:
+    """Return these variants; all but the installed one are marked as slow."""
+    return tuple(
+        form if form in _installed()[-1:] else pytest.param(form, marks=_COMPILED_HERE) for form in dict.fromkeys(forms)
+    )
 
 
-FORMS = (*_variants(*(form for form in _NATIVE if not form.endswith(("_dot", "_vnni")))), *_unless_real("16 lanes"))
+# The installed set always belongs to these: it includes the code of the sets that it extends.
+FORMS = (
+    *_variants("generic", *(form for form in _NATIVE if not form.endswith(("_dot", "_vnni"))), *_installed()[-1:]),
+    *_unless_real("16 lanes"),
+)
 # With the variants that have their own code for quantized weights and quantized keys and values.
-PACKED_FORMS = (*_variants(*_NATIVE), *_unless_real("16 lanes", "8 lanes vnni", "16 lanes vnni"))
+PACKED_FORMS = (*_variants("generic", *_NATIVE), *_unless_real("16 lanes", "8 lanes vnni", "16 lanes vnni"))
 # Variants that multiply pairs of bfloat16.
-PAIR_FORMS = ("avx512_bf16", "avx512_amx", *_unless_real("16 lanes bf16", "16 lanes amx"))
+PAIR_FORMS = (*_variants(*_PAIRS), *_unless_real("16 lanes bf16", "16 lanes amx"))
 # Variants with a matrix unit.
-MATRIX_FORMS = ("avx512_amx", *_unless_real("16 lanes amx"))
+MATRIX_FORMS = (*_variants("avx512_amx"), *_unless_real("16 lanes amx"))
 
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by digest of the sources, shared between runs
 
@@ -78,25 +88,11 @@ def _compiled(isas: tuple[str, ...], portable: bool) -> Path:
     """Compile the kernels for these sets; portable: without their instructions, so that any processor runs them."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile kernels with")
-    command = ["g++", "-O1", *FLAGS, *(("-DWINDLASS_PORTABLE",) if portable else ())]
     target = _BUILT / f"{isas[0]}_{'portable_' if portable else ''}{fingerprint()}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_suffix(".lock")):  # another test process may compile the same
         if not target.exists():
-            folder = target.with_suffix(".partial")
-            folder.mkdir(exist_ok=True)
-            described = ['-DWINDLASS_SOURCES="test"', f'-DWINDLASS_ISAS="{",".join(isas)}"']
-            units = [("library", "library.cpp", described)]
-            units += [(f"{unit}.{isa}", f"unit_{unit}.cpp", [f"-DWINDLASS_ISA={isa}"]) for unit, isa in objects(isas)]
-            for name, source, defines in units:
-                output = ["-c", str(SOURCES / source), "-o", str(folder / f"{name}.o")]
-                subprocess.run([*command, *defines, *output], check=True, timeout=500)
-            linked = folder / "library.so"
-            subprocess.run(
-                [*command, "-shared", *map(str, folder.glob("*.o")), "-o", str(linked)], check=True, timeout=100
-            )
-            linked.replace(target)
-            shutil.rmtree(folder)
+            compile_library(target, isas, "-O1", *(["-DWINDLASS_PORTABLE"] if portable else []))
     return target
 
 
@@ -107,14 +103,13 @@ def kernels(form: str | None = None) -> Library:
     if path is None:
         assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: run make serve"
         pytest.skip("the CPU kernels were not compiled, there is no g++")
-    installed = library.runnable(path)
-    form = form or installed[-1]
+    form = form or _installed()[-1]
     if isa := _LIKE.get(form):
         isas = next(isas for isas in _PORTABLE_SETS if isa in isas)
         return library.bind(_compiled(isas, portable=True), isa)
     if form not in _supported():
         pytest.skip(f"this processor has no {form}")
-    return library.bind(path if form in installed else _compiled((form,), portable=False), form)
+    return library.bind(path if form in _installed() else _compiled((form,), portable=False), form)
 
 
 def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
