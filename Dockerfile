@@ -56,7 +56,7 @@ RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
     fi
 # The unprivileged user owns the volumes of downloaded models and of load test reports. Login shells (KubeRay) reset PATH.
-RUN useradd --system --uid 10001 --create-home windlass \
+RUN useradd --uid 10001 --create-home windlass \
     && install --directory --owner windlass --group windlass /models /reports \
     && echo "PATH=/opt/windlass/bin:\$PATH" > /etc/profile.d/windlass.sh
 COPY --from=build /opt/windlass /opt/windlass
