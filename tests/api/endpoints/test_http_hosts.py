@@ -260,7 +260,7 @@ def check_reached(settings: dict[str, Any], *hosts: str, key: str | None = None)
 def test_compose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert IMAGE == {"WINDLASS_HOST": "0.0.0.0", "WINDLASS_PORT": "8000"}
     ((published,),) = [COMPOSE["services"]["windlass"]["ports"]]
-    address, port, _ = published.split(":")
+    address, port, _ = published.replace("${WINDLASS_PORT:-8000}", "8000").split(":")
     (load_test,) = [word for word in COMPOSE["services"]["loadtest"]["command"] if word.startswith("--url=")]
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
     (target,) = prometheus["scrape_configs"][0]["static_configs"][0]["targets"]
