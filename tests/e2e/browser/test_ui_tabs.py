@@ -330,18 +330,32 @@ def test_disabled_attention_names_its_option(browser: Browser) -> None:
 
 def test_errors_do_not_advise_options_that_the_page_cannot_set(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Chat")
+    page, alert = seen.page, seen.page.get_by_role("alert")
+    page.get_by_label("Kind").select_option("linear")  # the server's error then names one of its options
     seen.ask("too long " * 200)
-    expect(seen.page.get_by_role("alert")).to_contain_text("context")
-    seen.page.get_by_label("Kind").select_option("text")
-    seen.page.get_by_label("Scaling", exact=True).fill("bogus")
-    with_option = seen.page.evaluate(
-        """async () => (await import("/ui/api.js")).advised("start it with --max-model-len 4")"""
-    )
-    assert with_option.endswith(
+    expect(alert).to_contain_text("context holds 256 tokens")
+    expect(alert).to_contain_text("tokens: start a new chat, edit an earlier message, or let the oldest turns be dropped")
+    assert not {"--", "truncate_prompt_tokens"} & set(alert.inner_text().split())
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Top p").fill("2")
+    seen.ask("hello")
+    expect(alert).to_have_text("Top p should be less than or equal to 1")
+    page.get_by_label("Top p").fill("")
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_label("Scaling", exact=True).fill("bogus")
+    seen.ask("hello")
+    expect(alert).to_contain_text("'bogus' is neither a kind of scaling nor a profile of this server")
+    assert "--rope-profile" not in alert.inner_text()
+    page.get_by_label("Scaling", exact=True).fill("")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    seen.ask("hello")
+    expect(alert).to_contain_text("The server does not answer: it has stopped, or the connection is lost.")
+    advised = """async (message) => (await import("/ui/api.js")).advised({ message })"""
+    assert page.evaluate(advised, "start it with --max-model-len 4").endswith(
         "(--max-model-len is an option of the server: only its operator can set it, at the next start.)"
     )
-    assert seen.page.evaluate("""async () => (await import("/ui/api.js")).advised("shorten it")""") == "shorten it"
-    seen.complaints.clear()  # of the browser about the 400
+    assert page.evaluate(advised, "shorten it") == "shorten it"
+    seen.complaints.clear()  # of the browser about the refused requests
     seen.done()
 
 
