@@ -185,7 +185,8 @@ def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScali
         return parse_scaling(value)
     meant = did_you_mean((value.split() or [""])[0], [*profiles, *KNOWN])
     raise RequestError(
-        f"rope_scaling: {value[:64]!r} is neither a kind of scaling nor a profile of this server{meant}: {_list_profiles(profiles)}",
+        f"rope_scaling: {value[:64]!r} is neither a kind of scaling nor a profile of this server{meant}: "
+        + _list_profiles(profiles),
         "rope_scaling",
         "unknown_profile",
     )

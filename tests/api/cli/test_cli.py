@@ -759,7 +759,9 @@ def test_generate_on_a_running_server(capsys, model, unused_port):
         assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
         capsys.readouterr()
         unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # an unknown profile
-        assert "'long' is neither a kind of scaling nor a profile of this server" in error_of(capsys, *arguments, url, *unknown)
+        assert "'long' is neither a kind of scaling nor a profile of this server" in error_of(
+            capsys, *arguments, url, *unknown
+        )
         assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
         assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
     unused = f"http://127.0.0.1:{unused_port}"

@@ -334,7 +334,9 @@ def test_errors_do_not_advise_options_that_the_page_cannot_set(browser: Browser,
     page.get_by_label("Kind").select_option("linear")  # the server's error then names one of its options
     seen.ask("too long " * 200)
     expect(alert).to_contain_text("context holds 256 tokens")
-    expect(alert).to_contain_text("tokens: start a new chat, edit an earlier message, or let the oldest turns be dropped")
+    expect(alert).to_contain_text(
+        "tokens: start a new chat, edit an earlier message, or let the oldest turns be dropped"
+    )
     assert not {"--", "truncate_prompt_tokens"} & set(alert.inner_text().split())
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("Top p").fill("2")
