@@ -25,7 +25,7 @@ function facts({ facts: { tokens, seconds, wait, ended, cached, seed, used, cont
 }
 
 const whole = (value) => value.toLocaleString("en");
-// An answer that was cut, and for whose continuation there is room.
+// Whether an answer was cut by something else than the end of the context.
 const continuable = ({ ended, used, context } = {}) => ended === "stopped" || (ended === "length" && used !== context);
 
 const visible = (text) => text.replaceAll("\n", "↵");
