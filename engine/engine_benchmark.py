@@ -18,7 +18,6 @@ from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.model.loading.weights import Progress
 
-
 DEFAULT_INPUT_LEN = 512
 
 
