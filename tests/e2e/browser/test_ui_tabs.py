@@ -420,7 +420,8 @@ def test_tab_is_accessible_and_fits(browser: Browser, live: Live, tab: str, widt
     """Colour schemes alternate by tab and width."""
     scheme = ("light", "dark")[(TABS.index(tab) + (width > 390)) % 2]
     live.engine.eos_after = None if tab == "Completion" else 12
-    seen = enter(browser, live, tab, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    view = {"viewport": {"width": width, "height": 844}, "is_mobile": width == 390, "has_touch": width == 390}
+    seen = enter(browser, live, tab, color_scheme=scheme, **view)
     use(seen, tab)
     assert violations(seen.page) == []
     assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
