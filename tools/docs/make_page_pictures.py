@@ -42,7 +42,7 @@ def served(*model: str) -> Iterator[str]:
         str(port),
         "--attention-maps",
     ]
-    command += ["--kv-cache-memory", "512MiB", "--log-level", "warning"]
+    command += ["--kv-cache-memory", "1GiB", "--log-level", "warning"]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -71,6 +71,8 @@ def save(page: Page, name: str) -> None:
 
 def chat(page: Page) -> None:
     """One question under two scalings."""
+    for scaling in ("default", "yarn 4"):  # the first requests of a server take longer
+        page.request.post("v1/completions", data={"prompt": "Hello", "max_tokens": 2, "rope_scaling": scaling})
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("yarn")
     page.get_by_text("Settings", exact=True).click()
@@ -130,7 +132,7 @@ SCENES: dict[str, Scene] = {
 
 def take(browser: Browser, url: str, name: str) -> None:
     tab, scene, size, scheme = SCENES[name]
-    page = browser.new_page(viewport=size, color_scheme=scheme)
+    page = browser.new_page(viewport=size, color_scheme=scheme, base_url=f"{url}/")
     page.goto(f"{url}/#{tab}")
     scene(page)
     save(page, name)
