@@ -18,18 +18,21 @@ from windlass.engine.interface.config import EngineConfig
 from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.model.loading.weights import Progress
 
+DEFAULT_INPUT_LEN = 512
+
 
 def run_engine_benchmark(
-    config: EngineConfig, *, batch_size: int, input_len: int, output_len: int, progress: Progress | None = None
+    config: EngineConfig, *, batch_size: int, input_len: int | None, output_len: int, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Throughput of `batch_size` requests of `input_len` prompt tokens and `output_len` greedy output tokens.
 
+    input_len: None for DEFAULT_INPUT_LEN, or what the context leaves.
     prefill_tokens_per_second: prompt tokens over the time from the first step to the last first token.
     decode_tokens_per_second: tokens of all requests together over the steps in which every request decodes; None when
     output_len < 2, since the first token belongs to the prefill. decode_step_milliseconds: for one token of each request.
     Raises LoadError for lengths that do not fit.
     """
-    if min(batch_size, input_len) < 1 or output_len < 0:
+    if min(batch_size, input_len or batch_size) < 1 or output_len < 0:
         raise LoadError("`batch_size` and `input_len` must be at least 1 and `output_len` at least 0")
     most = config.scheduling.max_num_seqs
     if batch_size > most:
@@ -42,13 +45,17 @@ def _measure(
     core: EngineCore,
     config: EngineConfig,
     batch_size: int,
-    input_len: int,
+    input_len: int | None,
     output_len: int,
     progress: Progress | None,
 ) -> dict[str, Any]:
     context = core.info.max_model_len
+    if input_len is None:
+        input_len = max(1, min(DEFAULT_INPUT_LEN, context - max(output_len, 1)))
     if input_len + max(output_len, 1) > context:
-        raise LoadError(f"`input_len={input_len}` and `output_len={output_len}` exceed the context of {context} tokens")
+        raise LoadError(
+            f"`input_len={input_len}` and `output_len={output_len}` exceed the context of {context} tokens: lower one of them"
+        )
     rng = random.Random(config.loading.seed)
 
     def start(name: str, count: int, length: int, max_tokens: int) -> list[str]:

@@ -15,7 +15,7 @@ MAX_CHARACTERS = 65_536
 
 def names_kind(text: str) -> bool:
     """Whether a text is a scaling rather than a profile's name: a JSON object, or words that begin with a kind."""
-    return text.lstrip().startswith("{") or (text.split(None, 1) or [""])[0] in KNOWN
+    return text.lstrip().startswith("{") or (text.split(None, 1) or [""])[0].lower() in KNOWN
 
 
 def parse_scaling(text: str, *, param: str = "rope_scaling") -> RopeScaling:
@@ -34,7 +34,7 @@ def parse_scaling(text: str, *, param: str = "rope_scaling") -> RopeScaling:
     kind, *words = split_words(text) or [""]
     if not kind:
         raise invalid(param, f"is empty: write {EXAMPLE}")
-    fields: dict[str, Any] = {"rope_type": kind}
+    fields: dict[str, Any] = {"rope_type": kind.lower() if kind.lower() in KNOWN else kind}  # as in "YaRN 4"
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:

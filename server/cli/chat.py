@@ -356,8 +356,9 @@ def _counted(number: int, noun: str) -> str:
 
 
 def show_rotary(rotary: Rotary) -> str:
-    """The rotary scaling of an answer."""
-    shown = show_scaling({"rope_type": rotary.rope_type, **rotary.parameters})
+    """The rotary scaling of an answer, without the theta, which every kind has."""
+    fields = {name: value for name, value in rotary.parameters.items() if name != "rope_theta"}
+    shown = show_scaling({"rope_type": rotary.rope_type, **fields})
     if rotary.auto is None or rotary.auto.length is None:
         return shown
     return f"{shown}, chosen for {rotary.auto.length:,} tokens"
@@ -522,7 +523,7 @@ class ChatLoop:
         )
         if served is None:
             return
-        self._check_template(served.id)
+        self._check_model(self._model or served.id)
         self._context = served.max_model_len
         facts = [f"context of {self._context:,} tokens"] if self._context else []
         if served.num_parameters:
@@ -535,14 +536,16 @@ class ChatLoop:
                 f"Sampling as the model's authors recommend: {shown}. /params changes it."
             )
 
-    def _check_template(self, model: str) -> None:
-        """Raise EngineError before the first message if the model has no chat template."""
+    def _check_model(self, model: str) -> None:
+        """Raise EngineError before the first message if the server has no such model, or the model no chat template."""
         from windlass.clients import APIError
 
         try:
             with self._console.interrupt_exits():
                 self._client.count_tokens([{"role": "user", "content": "hello"}], model=model)
         except APIError as error:
+            if error.code == "model_not_found":
+                raise
             if error.code == "no_chat_template":
                 raise EngineError(
                     f"{model} has no chat template: continue texts with `windlass generate`, or give it one with "

@@ -124,7 +124,10 @@ def bench_engine(
     engine: Engine,
     model: ModelArgument = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests at once.")] = 8,
-    input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,
+    input_len: Annotated[
+        int | None,
+        typer.Option("--input-len", min=1, help="Tokens per prompt. Default: 512, or what the context leaves."),
+    ] = None,
     output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
     as_json: AsJson = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all measurements and settings.")] = False,
@@ -170,7 +173,7 @@ def bench_engine(
     speeds = [
         ("decode, 1 stream", single),
         (f"decode, {batch_size} {'stream' if batch_size == 1 else 'streams'}", result.get("decode_tokens_per_second")),
-        (f"prompts of {input_len:,} tokens", result.get("prefill_tokens_per_second")),
+        (f"prompts of {settings['input_len']:,} tokens", result.get("prefill_tokens_per_second")),
     ]
     for label, speed in speeds:
         if speed is not None:

@@ -185,7 +185,8 @@ def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScali
         return parse_scaling(value)
     meant = did_you_mean((value.split() or [""])[0], [*profiles, *KNOWN])
     raise RequestError(
-        f"rope_scaling: there is no profile {value[:64]!r} on this server{meant}: {_list_profiles(profiles)}",
+        f"rope_scaling: {value[:64]!r} is neither a kind of scaling nor a profile of this server{meant}: "
+        + _list_profiles(profiles),
         "rope_scaling",
         "unknown_profile",
     )
@@ -193,7 +194,7 @@ def _parse_scaling(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScali
 
 def _list_profiles(profiles: Mapping[str, RopeScaling]) -> str:
     if not profiles:
-        return "it has none (the operator declares them with --rope-profile)"
+        return "it has no profiles (the operator declares them with --rope-profile)"
     names = sorted(profiles)
     more = f" and {len(names) - _MAX_LISTED_NAMES} more (see GET /v1/rotary)" if len(names) > _MAX_LISTED_NAMES else ""
-    return f"it has {', '.join(names[:_MAX_LISTED_NAMES])}{more}"
+    return f"its profiles are {', '.join(names[:_MAX_LISTED_NAMES])}{more}"

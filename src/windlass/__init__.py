@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from windlass.clients import APIError as APIError
     from windlass.clients import APIStatusError as APIStatusError
     from windlass.clients import BadRequestError as BadRequestError
+    from windlass.clients import NotFoundError as NotFoundError
     from windlass.clients import RateLimitError as RateLimitError
     from windlass.clients import ServerError as ServerError
+    from windlass.clients import StreamError as StreamError
     from windlass.engine.errors import LoadError as LoadError
     from windlass.server.startup.in_process import LLM as LLM
     from windlass.server.startup.llm_arguments import SamplingParams as SamplingParams
@@ -29,8 +31,10 @@ _MODULES = {
     "APIError": "windlass.clients",
     "APIStatusError": "windlass.clients",
     "BadRequestError": "windlass.clients",
+    "NotFoundError": "windlass.clients",
     "RateLimitError": "windlass.clients",
     "ServerError": "windlass.clients",
+    "StreamError": "windlass.clients",
 }
 
 

@@ -1,4 +1,4 @@
-"""Take the screenshots of docs/start/chat.md in Chromium, with smollm2.
+"""Take the screenshots of docs/start/chat.md in Chromium: the chat with the default model, the other tabs with smollm2.
 
 .venv/bin/python tools/docs/make_page_pictures.py [--url URL] [--only NAME]
 
@@ -29,20 +29,20 @@ TALK = "And so the old sailor told the children about the storm, and "
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """Start a server of smollm2 on a free port."""
+def served(*model: str) -> Iterator[str]:
+    """Start a server of a model, by default the default one, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         str(Path(sys.executable).with_name("windlass")),
         "serve",
-        "smollm2",
+        *model,
         "--port",
         str(port),
         "--attention-maps",
     ]
-    command += ["--kv-cache-memory", "512MiB", "--log-level", "warning"]
+    command += ["--kv-cache-memory", "1GiB", "--log-level", "warning"]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -70,16 +70,15 @@ def save(page: Page, name: str) -> None:
 
 
 def chat(page: Page) -> None:
-    """One question under two scalings, from the button of the rotary tab."""
-    page.get_by_label("Kind").select_option("linear")
-    page.get_by_role("slider", name="Factor").fill("2")
-    expect(page.get_by_role("heading", name="linear")).to_be_visible()
-    page.get_by_role("button", name="Compare in the chat").click()
+    """One question under two scalings."""
+    for scaling in ("default", "yarn 4"):  # the first requests of a server take longer
+        page.request.post("v1/completions", data={"prompt": "Hello", "max_tokens": 2, "rope_scaling": scaling})
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("yarn")
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Longest answer").fill("48")
     page.get_by_text("Settings", exact=True).click()
-    page.get_by_label("Message", exact=True).fill("Explain what a lighthouse is in one sentence.")
+    page.get_by_label("Message", exact=True).fill("What is a lighthouse? Answer in one sentence.")
     page.keyboard.press("Enter")
     expect(page.locator(".message.assistant > .tools .facts")).to_have_count(2, timeout=200_000)
     expect(page.locator("mark")).to_have_count(2)
@@ -123,7 +122,7 @@ def cache(page: Page) -> None:
 
 Scene = tuple[str, Callable[[Page], None], dict[str, int], str]  # first tab, actions, size, colour scheme
 SCENES: dict[str, Scene] = {
-    "chat": ("rotary", chat, DESK, "light"),
+    "chat": ("chat", chat, DESK, "light"),
     "completion": ("completion", completion, PHONE, "dark"),
     "rotary": ("rotary", rotary, DESK, "light"),
     "attention": ("attention", attention, DESK, "dark"),
@@ -133,7 +132,7 @@ SCENES: dict[str, Scene] = {
 
 def take(browser: Browser, url: str, name: str) -> None:
     tab, scene, size, scheme = SCENES[name]
-    page = browser.new_page(viewport=size, color_scheme=scheme)
+    page = browser.new_page(viewport=size, color_scheme=scheme, base_url=f"{url}/")
     page.goto(f"{url}/#{tab}")
     scene(page)
     save(page, name)
@@ -153,7 +152,7 @@ def main() -> None:
             if options.url:
                 take(browser, options.url, name)
             else:
-                with served() as url:  # a new server, with an empty cache
+                with served(*(() if name == "chat" else ("smollm2",))) as url:  # a new server, with an empty cache
                     take(browser, url, name)
         browser.close()
 

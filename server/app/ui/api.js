@@ -1,4 +1,6 @@
 // Speaks to the server that this page came from. The key lives in this tab only.
+import { labelled } from "./settings.js";
+
 const ROOT = new URL("../", import.meta.url); // the page may have a proxy's path before its own
 const KEY = "windlass-key";
 
@@ -17,19 +19,40 @@ export function keepKey(key) {
 export const url = (path) => new URL(path, ROOT).href;
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
-// The message of an error. The page cannot set the options of the server that some name.
-export function advised(message) {
-  const option = /(?:^|[\s(`])(--[a-z][a-z-]*)/.exec(message)?.[1];
-  return option ? `${message} (${option} is an option of the server: only its operator can set it, at the next start.)` : message;
+const CUT = "The connection ended before the answer did.";
+const UNREACHABLE = "The server does not answer: it has stopped, or the connection is lost. Try again when it runs.";
+const LONG_PROMPT = {
+  "v1/chat/completions": "start a new chat, edit an earlier message, or let the oldest turns be dropped under Settings, When the context is full",
+  other: "shorten the text",
+};
+
+// The message of an error, with the form's labels for fields of the API and advice that a user of the page can follow:
+// options of the server are its operator's.
+export function advised({ message, code }, path) {
+  if (code === "context_length_exceeded" && message.includes("truncate_prompt_tokens")) {
+    return `${message.slice(0, message.indexOf(": "))}: ${LONG_PROMPT[path] ?? LONG_PROMPT.other}`;
+  }
+  const own = labelled(message.replace(/ \([^()]*--[a-z][^()]*\)/g, ""));
+  const option = /(?:^|[\s(`])(--[a-z][a-z-]*)/.exec(own)?.[1];
+  return option ? `${own} (${option} is an option of the server: only its operator can set it, at the next start.)` : own;
+}
+
+// An interrupted connection as an error that names it; browsers only report "Failed to fetch" or "network error".
+async function connected(promise, message) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError(0, message);
+  }
 }
 
 async function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(url(path), { ...options, headers });
+  const response = await connected(fetch(url(path), { ...options, headers }), UNREACHABLE);
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ApiError(response.status, advised(body?.error?.message ?? `the server answered ${response.status}`));
+  throw new ApiError(response.status, advised(body?.error ?? { message: `the server answered ${response.status}` }, path));
 }
 
 export async function getJson(path) {
@@ -53,8 +76,8 @@ export async function* stream(path, body, signal) {
   let rest = "";
   try {
     while (true) {
-      const { value, done } = await reader.read();
-      if (done) throw new Error("the connection ended before the answer did");
+      const { value, done } = await connected(reader.read(), CUT);
+      if (done) throw new ApiError(0, CUT);
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {
@@ -62,7 +85,7 @@ export async function* stream(path, body, signal) {
         const data = line.slice(6);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(200, advised(chunk.error.message));
+        if (chunk.error) throw new ApiError(200, advised(chunk.error, path));
         yield chunk;
       }
     }

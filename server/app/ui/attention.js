@@ -47,6 +47,7 @@ export class Attention extends Component {
     const [layers, heads] = [maps?.[0].num_layers, maps?.[0].num_heads];
     const pick = (index) => (value) => this.setState({ picks: picks.map((one, at) => (at === index ? value : one)) });
     return html`<main class="room wide">
+      <p class="note">How much each token of a text attends to the tokens before it, in one head of one layer, under two rotary scalings.</p>
       ${attentionMaps === false && html`<p class="banner notice">Attention maps are disabled on this server, because other requests wait while one is computed.
         The operator enables them by starting the server with <code>--attention-maps</code>.</p>`}
       <form class="panel" onSubmit=${this.ask}>

@@ -223,7 +223,7 @@ export class Chat extends Component {
   };
 
   shortcut = (event) => {
-    if (!this.props.shown || this.state.help) return;
+    if (!this.props.shown || document.querySelector("dialog[open]")) return;
     if (event.key === "Escape") return this.stop();
     const last = () => [...document.querySelectorAll(".column:first-child .edit")].at(-1)?.click();
     const details = document.querySelector(".chat .settings");
@@ -267,10 +267,10 @@ export class Chat extends Component {
         ${problem && html`<p class="error" role="alert">${problem}</p>`}
         <div class=${compared ? "columns two" : "columns"} key=${id}>
           ${columns.map((column, index) => html`<${Column} key=${index} slot=${this.columns[index]} name=${compared ? ["Left", "Right"][index] : "Chat"} compared=${compared}
-            initial=${column} model=${model.id} settings=${settings} scalings=${scalings} onBusy=${this.busy} onChange=${this.keep} onEdit=${this.edit} onRetry=${this.retry}
+            initial=${column} model=${model} settings=${settings} scalings=${scalings} onBusy=${this.busy} onChange=${this.keep} onEdit=${this.edit} onRetry=${this.retry}
             onContinue=${this.continue} onLocked=${onLocked} />`)}
         </div>
-        <${Settings} values=${settings} recommended=${model.recommended_sampling} onChange=${(values) => this.change({ settings: values })} />
+        <${Settings} values=${settings} model=${model} onChange=${(values) => this.change({ settings: values })} />
         ${files.length > 0 && html`<ul class="files" aria-label="Attached files">${files.map((file, index) => html`<li>${file.name}
           <button type="button" class="quiet" aria-label=${`Remove ${file.name}`} onClick=${() => this.setState({ files: files.filter((_, at) => at !== index) })}>×</button></li>`)}</ul>`}
         <form class="composer" onSubmit=${this.ask} onDragOver=${(event) => event.preventDefault()} onDrop=${this.drop}>

@@ -45,7 +45,7 @@ export class Column extends Component {
     const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
     const turns = messages.map(({ role, content }) => ({ role, content }));
     const continued = messages.at(-1).role === "assistant" ? { continue_final_message: true } : {};
-    return { model, messages: [...system, ...turns], ...continued, ...fields(settings), ...(seed === null ? {} : { seed }), ...fieldOf(this.state.picked) };
+    return { model: model.id, messages: [...system, ...turns], ...continued, ...fields(settings), ...(seed === null ? {} : { seed }), ...fieldOf(this.state.picked) };
   }
 
   // A question without an answer is removed: many templates require that the turns alternate.
@@ -102,6 +102,8 @@ export class Column extends Component {
         if (chunk.usage) {
           facts.tokens = chunk.usage.completion_tokens + (facts.before ?? 0);
           facts.cached = chunk.usage.prompt_tokens_details?.cached_tokens;
+          facts.used = chunk.usage.total_tokens;
+          facts.context = this.props.model.max_model_len;
         }
         show(chunk.rotary ? { rotary: chunk.rotary } : {});
       }
@@ -126,25 +128,34 @@ export class Column extends Component {
     copyText(snippets[kind](address, this.state.sent, hasKey()), event.currentTarget);
   };
 
-  render({ name, compared, scalings, onEdit, onRetry, onContinue }, { messages, picked, rotary, sent }) {
+  render({ name, compared, model, scalings, onEdit, onRetry, onContinue }, { messages, picked, rotary, sent }) {
     const running = this.running !== null;
     return html`<section class="column" aria-label=${name}>
       <div class="head">
         <${ScalingPicker} label=${compared ? `${name}: rotary scaling` : "Rotary scaling"} value=${picked} scalings=${scalings} onChange=${this.pick} />
-        ${rotary && html`<p class="facts" title=${`fingerprint ${rotary.fingerprint}`}>Computed with ${rotaryName(rotary)}</p>`}
+        ${rotary && html`<p class="facts" title=${`fingerprint ${rotary.fingerprint}`}>Computed ${rotaryName(rotary)}</p>`}
       </div>
       <ol class="messages" ref=${this.list} onScroll=${this.scrolled} tabindex="0" aria-label="Messages" aria-live="polite"
         aria-busy=${String(running)}>
+        ${!messages.length && html`<li class="empty">${compared ? html`<p>Questions are answered here under the scaling above.</p>` : welcome(model, scalings.policy !== "off")}</li>`}
         ${messages.map(
           (message, index) => html`<${Message} key=${index} message=${message} busy=${running} last=${index === messages.length - 1}
             onEdit=${(text) => onEdit(index, text)} onRetry=${onRetry} onContinue=${() => onContinue(this)} />`,
         )}
       </ol>
-      ${sent && !running && html`<div class="tools as-code"><span>Copy as</span>
+      ${sent && !running && html`<div class="tools as-code"><span>Copy the request as</span>
         ${["curl", "httpx", "openai"].map((kind) => html`<button type="button" class="quiet" onClick=${this.copy(kind)}>${kind}</button>`)}
       </div>`}
     </section>`;
   }
 }
 
-const rotaryName = ({ rope_type: kind, parameters }) => (parameters?.factor ? `${kind}, factor ${parameters.factor}` : kind);
+function rotaryName({ rope_type: kind, parameters }) {
+  if (kind === "default") return "without scaling";
+  return parameters?.factor ? `with ${kind}, factor ${parameters.factor}` : `with ${kind}`;
+}
+
+const welcome = ({ id, trained_len: trained }, scalable) => html`<h2>Chat with ${id}</h2>
+  <p>Ask a question below. The model runs on this server, and conversations are stored in this browser only.</p>
+  ${trained && scalable && html`<p>A rotary scaling lets the model read more than the ${trained.toLocaleString("en")} tokens of its
+    training. <strong>Compare</strong> answers each question under two scalings, next to each other.</p>`}`;

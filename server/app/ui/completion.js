@@ -112,6 +112,7 @@ export class Completion extends Component {
 
   render({ scalings }, { prompt, settings, picked, tokens, looked, busy, error, facts }) {
     return html`<main class="room" onKeyDown=${this.keys}>
+      <p class="note">The model continues a text token by token. The color of each token shows its probability; its alternatives can be chosen instead.</p>
       <form class="ask" onSubmit=${this.run}>
         <label>Text to continue
           <textarea rows="4" value=${prompt} placeholder="Once upon a time" onInput=${(event) => this.setState({ prompt: event.currentTarget.value })}></textarea>

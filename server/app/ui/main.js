@@ -33,7 +33,7 @@ class Page extends Component {
       this.setState({ models: data, scalings, locked: false, wrong: false, trouble: null });
     } catch (error) {
       if (error.status === 401) this.lock();
-      else this.setState({ trouble: `The server does not answer: ${error.message}` });
+      else this.setState({ trouble: error.message });
     }
   }
 

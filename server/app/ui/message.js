@@ -5,21 +5,28 @@ import { Markdown } from "./markdown.js";
 
 const LONG = 600; // characters; a longer question can be scrolled
 
+const SHORTEST = 0.05; // seconds of an answer whose speed is shown: shorter ones arrive at once
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 // Tokens, speed after the first token, and why the answer ended.
-function facts({ facts: { tokens, seconds, wait, ended, cached, seed, before = 0 }, content, thinking, error }) {
+function facts({ facts: { tokens, seconds, wait, ended, cached, seed, used, context, before = 0 }, content, thinking, error }) {
   const found = [];
   if (!content && !error && ended === "stop") found.push(thinking ? "no answer: the model ended after its thinking" : "empty answer: the model ended at once");
   if (tokens !== undefined) found.push(plural(tokens, "token"));
-  if (tokens - before > 1 && seconds > 0) found.push(`${((tokens - before - 1) / seconds).toFixed(1)} tokens/s`);
+  if (tokens - before > 1 && seconds > SHORTEST) found.push(`${((tokens - before - 1) / seconds).toFixed(1)} tokens/s`);
   if (wait !== undefined) found.push(`first after ${wait.toFixed(2)} s`);
-  if (cached) found.push(`${cached} of the prompt's tokens from the cache`);
+  if (used <= context) found.push(`${whole(used)} of ${whole(context)} tokens of context used`);
+  if (cached) found.push(`${whole(cached)} of them from the cache`);
   if (seed !== undefined) found.push(`seed ${seed}`);
-  if (ended === "length") found.push("cut at the longest answer");
+  if (ended === "length") found.push(used === context ? "the context is full" : "cut at the longest answer");
   if (ended === "stopped") found.push("stopped");
   return found.join(" · ");
 }
+
+const whole = (value) => value.toLocaleString("en");
+// Whether an answer was cut by something else than the end of the context.
+const continuable = ({ ended, used, context } = {}) => ended === "stopped" || (ended === "length" && used !== context);
 
 const visible = (text) => text.replaceAll("\n", "↵");
 const difference = ({ number, token }) => (token ? `differs from token ${number}: “${visible(token)}”` : `ends before token ${number} of the other answer`);
@@ -63,7 +70,7 @@ export class Message extends Component {
         ${message.content && html`<button type="button" class="quiet" onClick=${(event) => copyText(message.content, event.currentTarget)}>Copy</button>`}
         ${mine && !busy && html`<button type="button" class="quiet edit" onClick=${() => this.setState({ draft: message.content })}>Edit</button>`}
         ${!mine && last && html`<button type="button" class="quiet" onClick=${onRetry}>Retry</button>`}
-        ${!mine && last && message.content && ["length", "stopped"].includes(message.facts?.ended) && html`<button type="button" class="quiet" onClick=${onContinue}>Continue</button>`}
+        ${!mine && last && message.content && continuable(message.facts) && html`<button type="button" class="quiet" onClick=${onContinue}>Continue</button>`}
       </div>`}
     </li>`;
   }

@@ -77,6 +77,7 @@ export class Rotary extends Component {
     if (!settings) return html`<main class="room">${error ? html`<p class="error" role="alert">${error} <button type="button" onClick=${this.load}>Try again</button></p>` : html`<p class="note">Waiting for the server…</p>`}</main>`;
     const trained = settings.model.original_max_position_embeddings;
     return html`<main class="room wide">
+      <p class="note">How the model encodes positions, and what a rotary scaling changes: in numbers, in charts, and measured on a text of yours.</p>
       <section class="panel controls" aria-label="Scaling and length">
         <${ScalingPicker} label="Scaling" value=${picked} scalings=${scalings} onChange=${(value) => this.change({ picked: value })} />
         <label class="narrow">Length of the request, in tokens

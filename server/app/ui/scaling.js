@@ -2,7 +2,7 @@
 import { html } from "./html.js";
 
 const TITLES = {
-  default: "No scaling", linear: "Linear (position interpolation)", ntk: "NTK-aware", dynamic: "Dynamic NTK", yarn: "YaRN", llama3: "Llama 3",
+  default: "No scaling", linear: "Linear", ntk: "NTK-aware", dynamic: "Dynamic NTK", yarn: "YaRN", llama3: "Llama 3",
   proportional: "Proportional", dual_chunk: "Dual chunk attention", self_extend: "Self-Extend", rerope: "ReRoPE", log_n: "Log-n attention",
 };
 const FIELD_TITLES = {
@@ -75,7 +75,7 @@ export function ScalingPicker({ label, value, scalings, onChange }) {
     <label>Kind
       <select value=${kind} onChange=${choose} disabled=${policy === "off"}>
         <option value=${OWN}>The server's own</option>
-        ${policy !== "off" && html`<option value=${AUTO}>Auto: the smallest that the length needs</option>`}
+        ${policy !== "off" && html`<option value=${AUTO}>Auto, by length</option>`}
         ${policy === "allow" && Object.keys(kinds).map((name) => html`<option value=${name}>${TITLES[name] ?? name}</option>`)}
         ${named.map((name) => html`<option value=${PROFILE + name}>Profile ${name}</option>`)}
         ${policy !== "off" && html`<option value=${TEXT}>As text</option>`}

@@ -159,7 +159,7 @@ function keyOf(picked) {
 
 // A name for each, with its fields where two would have the same.
 function named(picks) {
-  const names = picks.map((picked) => (picked.kind === "text" ? kindOf(picked) : nameOf(picked).replace(/ \([^)]*\)/, "")));
+  const names = picks.map((picked) => (picked.kind === "text" ? kindOf(picked) : nameOf(picked)));
   return names.map((name, index) => (names.indexOf(name) === names.lastIndexOf(name) ? name : `${name} ${keyOf(picks[index])}`));
 }
 

@@ -635,7 +635,7 @@ def test_bench_engine(scripted, monkeypatch, capsys, model):
         return {
             "decode_tokens_per_second": 123.456 if batch_size > 1 else 45.6,
             "prefill_tokens_per_second": 7890.1,
-            "settings": {"batch_size": batch_size},
+            "settings": {"batch_size": batch_size, "input_len": input_len or 480},
         }
 
     module = types.ModuleType("windlass.engine.engine_benchmark")
@@ -647,7 +647,11 @@ def test_bench_engine(scripted, monkeypatch, capsys, model):
     assert json.loads(captured.out) == {
         "decode_tokens_per_second": 123.456,
         "prefill_tokens_per_second": 7890.1,
-        "settings": {**json.loads(json.dumps(to_flat(engine_config(model, threads=1)))), "batch_size": 4},
+        "settings": {
+            **json.loads(json.dumps(to_flat(engine_config(model, threads=1)))),
+            "batch_size": 4,
+            "input_len": 64,
+        },
     }
     assert captured.err == "reading weights ...\n"
     assert calls == [(engine_config(model, threads=1), 4, 64, 8)]
@@ -663,6 +667,8 @@ def test_bench_engine(scripted, monkeypatch, capsys, model):
     assert cli.run([*arguments, "--verbose"]) == 0
     table = capsys.readouterr().out
     assert table.startswith("\n".join([title, *rows])) and "decode tokens per second" in table and "batch size" in table
+    assert cli.run(["bench", "engine", str(model)]) == 0  # the engine chooses the length
+    assert calls[-1][2] is None and "prompts of 480 tokens" in capsys.readouterr().out
     assert "--batch-size" in error_of(capsys, "bench", "engine", "--batch-size", "0")
 
 
@@ -759,7 +765,9 @@ def test_generate_on_a_running_server(capsys, model, unused_port):
         assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
         capsys.readouterr()
         unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # an unknown profile
-        assert "there is no profile 'long' on this server" in error_of(capsys, *arguments, url, *unknown)
+        assert "'long' is neither a kind of scaling nor a profile of this server" in error_of(
+            capsys, *arguments, url, *unknown
+        )
         assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
         assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
     unused = f"http://127.0.0.1:{unused_port}"

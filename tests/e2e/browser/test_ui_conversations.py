@@ -215,6 +215,27 @@ def test_answer_that_was_cut_is_continued(seen: Seen, live: Live) -> None:
     expect(page.locator(".message")).to_have_count(2)
 
 
+def test_full_context_is_reported_and_its_oldest_turns_can_be_dropped(seen: Seen, live: Live) -> None:
+    page = seen.page
+    expect(page.get_by_role("heading", name="Chat with toy")).to_be_visible()
+    live.generate("fine")
+    ask(seen, "first question", 1)
+    used = len(live.engine.requests[0].prompt_token_ids) + len(live.engine.reply) + 1
+    expect(facts(page)).to_contain_text(f"{used} of 256 tokens of context used")
+    live.reset()  # an engine that never ends an answer
+    ask(seen, "second question", 2)
+    expect(facts(page).last).to_contain_text("the context is full")
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+    live.generate("fine")
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("When the context is full").select_option("drop_turns")
+    page.get_by_label("Longest answer").fill("20")
+    ask(seen, "third question", 3)
+    assert "third question" in live.prompt and "first question" not in live.prompt
+    page.reload()
+    expect(page.get_by_label("When the context is full")).to_have_value("drop_turns")
+
+
 def test_text_files_are_attached(seen: Seen, live: Live, tmp_path: Path) -> None:
     live.generate("read")
     page = seen.page
@@ -282,16 +303,25 @@ def test_every_part_of_the_chat_is_accessible(
     live.engine.answer = lambda request: live.tokenizer.encode(
         texts[request.rope_scaling is None], add_special_tokens=False
     )
-    seen = Seen(browser, live, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    phone = width < 1000
+    seen = Seen(
+        browser, live, viewport={"width": width, "height": 844}, color_scheme=scheme, is_mobile=phone, has_touch=phone
+    )
     page = seen.page
+    assert violations(page) == []
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("yarn")
     ask(seen, "Where? " * 12, 2)
+    sides = [page.get_by_role("region", name=name).locator(".message").first for name in ("Left", "Right")]
+    tops = [(side.bounding_box() or {})["y"] for side in sides]
+    assert phone or tops[0] == tops[1]  # although the right column has more sliders
     expect(page.locator(".hl-keyword")).to_have_count(4)
     (tmp_path / "notes.txt").write_text("text")
     page.get_by_label("Text files").set_input_files([tmp_path / "notes.txt"])
-    if width < 1000:
+    if phone:
         page.get_by_role("button", name="Conversations").click()
+        heights = page.locator("button:visible").evaluate_all("all => all.map((one) => one.offsetHeight)")
+        assert min(heights) >= 40  # for fingers
     page.get_by_role("button", name="Rename").click()
     assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -330,18 +330,34 @@ def test_disabled_attention_names_its_option(browser: Browser) -> None:
 
 def test_errors_do_not_advise_options_that_the_page_cannot_set(browser: Browser, live: Live) -> None:
     seen = enter(browser, live, "Chat")
+    page, alert = seen.page, seen.page.get_by_role("alert")
+    page.get_by_label("Kind").select_option("linear")  # the server's error then names one of its options
     seen.ask("too long " * 200)
-    expect(seen.page.get_by_role("alert")).to_contain_text("context")
-    seen.page.get_by_label("Kind").select_option("text")
-    seen.page.get_by_label("Scaling", exact=True).fill("bogus")
-    with_option = seen.page.evaluate(
-        """async () => (await import("/ui/api.js")).advised("start it with --max-model-len 4")"""
+    expect(alert).to_contain_text("context holds 256 tokens")
+    expect(alert).to_contain_text(
+        "tokens: start a new chat, edit an earlier message, or let the oldest turns be dropped"
     )
-    assert with_option.endswith(
+    assert not {"--", "truncate_prompt_tokens"} & set(alert.inner_text().split())
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Top p").fill("2")
+    seen.ask("hello")
+    expect(alert).to_have_text("Top p should be less than or equal to 1")
+    page.get_by_label("Top p").fill("")
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_label("Scaling", exact=True).fill("bogus")
+    seen.ask("hello")
+    expect(alert).to_contain_text("'bogus' is neither a kind of scaling nor a profile of this server")
+    assert "--rope-profile" not in alert.inner_text()
+    page.get_by_label("Scaling", exact=True).fill("")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    seen.ask("hello")
+    expect(alert).to_contain_text("The server does not answer: it has stopped, or the connection is lost.")
+    advised = """async (message) => (await import("/ui/api.js")).advised({ message })"""
+    assert page.evaluate(advised, "start it with --max-model-len 4").endswith(
         "(--max-model-len is an option of the server: only its operator can set it, at the next start.)"
     )
-    assert seen.page.evaluate("""async () => (await import("/ui/api.js")).advised("shorten it")""") == "shorten it"
-    seen.complaints.clear()  # of the browser about the 400
+    assert page.evaluate(advised, "shorten it") == "shorten it"
+    seen.complaints.clear()  # of the browser about the refused requests
     seen.done()
 
 
@@ -404,7 +420,8 @@ def test_tab_is_accessible_and_fits(browser: Browser, live: Live, tab: str, widt
     """Colour schemes alternate by tab and width."""
     scheme = ("light", "dark")[(TABS.index(tab) + (width > 390)) % 2]
     live.engine.eos_after = None if tab == "Completion" else 12
-    seen = enter(browser, live, tab, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    view = {"viewport": {"width": width, "height": 844}, "is_mobile": width == 390, "has_touch": width == 390}
+    seen = enter(browser, live, tab, color_scheme=scheme, **view)
     use(seen, tab)
     assert violations(seen.page) == []
     assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -18,6 +18,7 @@ from windlass.engine.rotary.scaling_text import MAX_CHARACTERS, names_kind, pars
         ("  linear\t2.5 ", {"rope_type": "linear", "factor": 2.5}),
         ("yarn factor=4 beta_fast=16", {"rope_type": "yarn", "factor": 4, "beta_fast": 16}),
         ("yarn 8 truncate=false", {"rope_type": "yarn", "factor": 8, "truncate": False}),
+        ("YaRN 4", {"rope_type": "yarn", "factor": 4}),  # as papers and the page write it
         ("default", {"rope_type": "default"}),
         (
             "longrope short_factor=[1, 2] long_factor=[2,3]",

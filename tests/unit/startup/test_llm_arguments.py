@@ -161,7 +161,16 @@ def test_options_have_the_names_of_vllm(name: str) -> None:
 
 
 def test_every_error_is_exported() -> None:
-    for name in ("APIError", "APIConnectionError", "BadRequestError", "RateLimitError", "ServerError", "LoadError"):
+    for name in (
+        "APIError",
+        "APIConnectionError",
+        "BadRequestError",
+        "NotFoundError",
+        "RateLimitError",
+        "ServerError",
+        "StreamError",
+        "LoadError",
+    ):
         assert issubclass(getattr(windlass, name), Exception) and name in dir(windlass)
     with pytest.raises(AttributeError, match="LLN"):
         _ = windlass.LLN

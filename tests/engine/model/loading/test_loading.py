@@ -164,6 +164,8 @@ def test_dummy_weights_need_only_a_config(model: Path) -> None:
     assert run_engine_benchmark(config, batch_size=1, input_len=8, output_len=1)["decode_tokens_per_second"] is None
     with pytest.raises(LoadError, match="exceed the context"):
         run_engine_benchmark(config, batch_size=1, input_len=400, output_len=5)
+    chosen = run_engine_benchmark(config, batch_size=1, input_len=None, output_len=5)["settings"]["input_len"]
+    assert 0 < chosen < 400  # what the context leaves
 
 
 def test_invalid_requests_are_refused(model: Path) -> None:
