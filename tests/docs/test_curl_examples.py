@@ -54,7 +54,7 @@ def test_example(block: Block, demo_server: RealServer) -> None:
     commands = block.source.replace("http://127.0.0.1:8000", demo_server.url)
     assert commands != block.source
     # Enough for a shift in the context of this server.
-    commands = commands.replace('"max_tokens": 100000', '"max_tokens": 1100')
+    commands = commands.replace('"max_tokens": 400', '"max_tokens": 1100')
     commands = re.sub(r"^curl ", "curl -sS --fail-with-body ", commands, flags=re.MULTILINE)
     done = subprocess.run(
         ["bash", "-ec", commands], capture_output=True, text=True, timeout=120, env={**os.environ, "NO_PROXY": "127.0.0.1"}
