@@ -15,8 +15,8 @@ from windlass.server.startup.model_catalog import (
     KNOWN,
     KnownModel,
     cache_folder,
+    decimal_size,
     is_downloaded,
-    megabytes,
     model_file,
     pull,
     verify_checksum,
@@ -70,7 +70,7 @@ def list_models(as_json: bool) -> None:
     for model in listed:
         here = "yes" if model.here else "no"
         memory = "–" if model.memory is None else f"{model.memory / 1e9:.1f} GB"
-        size, licence = megabytes(model.size), model.licence or "–"
+        size, licence = decimal_size(model.size), model.licence or "–"
         print(f"{model.name:{width}}  {here:8}  {size:>10}  {memory:>7}  {licence:10}  {model.about}")
         print(" " * width, f" {model.where or model.source}")
     missing = [model.name for model in listed if not model.here]
