@@ -1,7 +1,7 @@
 # CPU image:  docker build -t windlass . && docker run -p 127.0.0.1:8000:8000 -v windlass:/models windlass
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
-# It serves smollm2, which is downloaded into /models at the first start, or the bundled model without a network. The CUDA image was
-# never built; docs/guides/gpu.md lists the GPUs on which Windlass ran without a container.
+# It serves qwen2.5-coder-1.5b (1.1 GB), downloaded into /models at the first start, or a smaller model. The CUDA image was never built;
+# docs/guides/gpu.md lists the GPUs on which Windlass ran without a container.
 ARG DEVICE=cpu
 
 FROM python:3.11-slim-bookworm AS build

@@ -26,7 +26,8 @@ from windlass.server.startup.model_catalog import (
 # From the best to the worst. The last one needs no download, and the one before it is only better than that.
 DEFAULT_MODELS = (QWEN_CODER_1_5B, QWEN_CODER_0_5B, SMOLLM2, DEMO)
 
-# A first start, from a clone to an answer, should take about 100 seconds, with the loading of the model. The default needs 100 Mbit/s.
+# A first start, from a clone to an answer, should take about 100 seconds, with the loading of the model. So the
+# default needs a link of about 100 Mbit/s.
 _DOWNLOAD_SECONDS = 90
 
 
