@@ -265,7 +265,7 @@ _HUB_MODELS = (
     ),
 )
 
-KNOWN = {model.name: model for model in (SMOLLM2, QWEN_CODER_0_5B, QWEN_CODER_1_5B, *_HUB_MODELS, DEMO)}
+KNOWN = {model.name: model for model in (QWEN_CODER_1_5B, QWEN_CODER_0_5B, SMOLLM2, *_HUB_MODELS, DEMO)}
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -462,8 +462,8 @@ def verify_checksum(model: KnownModel) -> None:
 
 
 def decimal_size(count: int) -> str:
-    """92_871_040 -> "92.9 MB", 1_117_320_768 -> "1.12 GB"."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    """92_871_040 -> "92.9 MB", 1_117_320_768 -> "1.1 GB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _remove_partial(folder: Path) -> None:

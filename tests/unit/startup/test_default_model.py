@@ -157,7 +157,7 @@ def test_a_fast_link_gets_the_largest_model(hub, monkeypatch):
 
 def test_the_line_about_a_better_model_names_its_needs():
     line = better_model_line(QWEN_CODER_1_5B)
-    assert line.endswith("windlass serve qwen2.5-coder-1.5b (1.12 GB on disk, 1.50 GB of memory)")
+    assert line.endswith("windlass serve qwen2.5-coder-1.5b (1.1 GB on disk, 1.5 GB of memory)")
 
 
 def test_it_needs_no_package(tmp_path):
