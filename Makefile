@@ -46,7 +46,7 @@ PARALLEL := $(MAKE) --no-print-directory -j3
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES)
 	@echo "== installing packages into $(VENV)"
-	@$(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'
+	@WINDLASS_ISAS=none $(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'
 	@touch $@ $(VENV)/.installed-server
 
 # Compiles the kernels for this processor unless that is done. Without a compiler everything works, several times slower.
@@ -81,7 +81,8 @@ test-all: $(BIN)/python
 	$(PYTEST) --no-loadscope-reorder -m "$(MARKS)" --ignore tests/e2e/test_ray.py
 	$(BIN)/pytest -m "$(MARKS)" tests/e2e/test_ray.py || [ $$? = 5 ]
 
-test-real: $(VENV)/.installed-dev
+test-real: $(BIN)/python
+	@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/windlass pull qwen2.5-coder-1.5b
 	$(BIN)/windlass pull qwen2.5-coder-0.5b
 	$(BIN)/pytest -s -m real_model tests/e2e/test_qwen_coder.py
@@ -110,7 +111,8 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "== open build/docs/index.html"
 
-bench: $(VENV)/.installed-dev
+bench: $(BIN)/python
+	@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/python benchmarks/peers.py prepare
 	$(BIN)/python benchmarks/peers.py run $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
