@@ -16,7 +16,8 @@ BIN     := $(VENV)/bin
 # Small machines have two cores: a spinning thread pool per server or test process would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help serve kernels default-model test test-all test-real test-gpu check format docs bench lock clean
+.PHONY: kernels default-model
+.PHONY: help serve test test-all test-real test-gpu check format docs bench lock clean
 
 help:
 	@echo "make serve     install, download Qwen2.5-Coder 1.5B once (1.1 GB; on slow links 0.5B, 490 MB), serve http://$(HOST):$(PORT)"
@@ -58,7 +59,7 @@ default-model: $(BIN)/python
 	@PYTHONPATH=src $(BIN)/python -m windlass.server.startup.default_model || true
 
 serve: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels $(if $(MODEL)$(WINDLASS_MODEL),,default-model)
+	+@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels $(if $(MODEL)$(WINDLASS_MODEL),,default-model)
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.
@@ -69,20 +70,20 @@ test test-all test-real test-gpu: export OMP_NUM_THREADS = 1
 PYTEST := $(BIN)/pytest -n $(TESTERS) --dist loadfile
 
 test: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-dev kernels
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(PYTEST) -m quick tests/unit tests/kernels tests/engine tests/api
 
 # Long tests are collected first. The Ray cluster needs all cores, so it runs alone; 5: none of its tests has such a mark.
 test-all: MARKS ?= not soak
 test-all: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
+	+@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
 	@$(BIN)/python -c 'import ray, triton' 2>/dev/null || $(INSTALL) -e '.[gpu,ray]' \
 	|| { ! $(BIN)/python -m pip index versions pip >/dev/null 2>&1 && echo "note: no package index: tests of Ray and Triton skip"; }
 	$(PYTEST) --no-loadscope-reorder -m "$(MARKS)" --ignore tests/e2e/test_ray.py
 	$(BIN)/pytest -m "$(MARKS)" tests/e2e/test_ray.py || [ $$? = 5 ]
 
 test-real: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-dev kernels
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/windlass pull qwen2.5-coder-1.5b
 	$(BIN)/windlass pull qwen2.5-coder-0.5b
 	$(BIN)/pytest -s -m real_model tests/e2e/test_qwen_coder.py
@@ -92,7 +93,7 @@ test-gpu: MARKS ?= not slow and not soak
 test-gpu: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 test-gpu: export WINDLASS_TEST_DEVICE = $(DEVICE)
 test-gpu: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
+	+@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
 	$(PYTEST) -m "$(MARKS)" --dist $(if $(findstring not slow,$(MARKS)),loadscope,load) tests/kernels/triton_programs tests/engine; engines=$$?; \
 	$(PYTEST) -m "$(MARKS)" tests/api/startup tests/api/cli tests/e2e/test_end_to_end.py tests/e2e/test_*_over_http.py && exit $$engines
 
@@ -112,7 +113,7 @@ docs: $(VENV)/.installed-docs
 	@echo "== open build/docs/index.html"
 
 bench: $(BIN)/python
-	@$(PARALLEL) $(VENV)/.installed-dev kernels
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/python benchmarks/peers.py prepare
 	$(BIN)/python benchmarks/peers.py run $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
