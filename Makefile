@@ -16,10 +16,11 @@ BIN     := $(VENV)/bin
 # Small machines have two cores: a spinning thread pool per server or test process would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
+.PHONY: kernels default-model
 .PHONY: help serve test test-all test-real test-gpu check format docs bench lock clean
 
 help:
-	@echo "make serve     install, download SmolLM2 135M once (93 MB) and serve it on http://$(HOST):$(PORT)"
+	@echo "make serve     install, download Qwen2.5-Coder 1.5B once (1.1 GB; on slow links 0.5B, 490 MB), serve http://$(HOST):$(PORT)"
 	@echo "               (MODEL=path, PORT=, HOST=, EXTRAS=hub,plots, PYTHON=python3.12; MODEL=demo: the bundled model)"
 	@echo "make test      quick tests: unit, kernels, engine and API (TESTERS=processes)"
 	@echo "make test-all  all tests but the soaks, with Ray and Triton (MARKS=soak TESTERS=0: the soaks, which take hours)"
@@ -41,16 +42,24 @@ $(BIN)/python:
 # pip decides which packages are missing. A marker per set of extras saves the ten seconds that it takes where nothing has changed.
 SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-# Compiles the kernels for this processor unless that is done. Without a compiler everything works, several times slower.
-COMPILE := $(BIN)/python kernels/cpu/build.py || true
+# Jobs of make, unlike those of a shell, all end with ctrl-C.
+PARALLEL := $(MAKE) --no-print-directory -j3
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES)
-	@echo "== installing into $(VENV), and compiling the kernels (half a minute on two cores)"
-	@($(COMPILE)) & $(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'; status=$$?; wait; exit $$status
+	@echo "== installing packages into $(VENV)"
+	@WINDLASS_ISAS=none $(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'
 	@touch $@ $(VENV)/.installed-server
 
-serve: $(VENV)/.installed-$(or $(EXTRAS),server)
-	@$(COMPILE)
+# Compiles the kernels for this processor unless that is done. Without a compiler everything works, several times slower.
+kernels: $(BIN)/python
+	@$(BIN)/python kernels/cpu/build.py || true
+
+# Needs no installed package. The server reports a failure, and continues the download.
+default-model: $(BIN)/python
+	@PYTHONPATH=src $(BIN)/python -m windlass.server.startup.default_model || true
+
+serve: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels $(if $(MODEL)$(WINDLASS_MODEL),,default-model)
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.
@@ -60,20 +69,21 @@ test test-all test-real test-gpu: export OMP_NUM_THREADS = 1
 # tests/conftest.py marks the quick tests. A file stays in one process, because its tests share servers.
 PYTEST := $(BIN)/pytest -n $(TESTERS) --dist loadfile
 
-test: $(VENV)/.installed-dev
-	@$(COMPILE)
+test: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(PYTEST) -m quick tests/unit tests/kernels tests/engine tests/api
 
 # Long tests are collected first. The Ray cluster needs all cores, so it runs alone; 5: none of its tests has such a mark.
 test-all: MARKS ?= not soak
-test-all: $(VENV)/.installed-dev,e2e
-	@$(COMPILE)
+test-all: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
 	@$(BIN)/python -c 'import ray, triton' 2>/dev/null || $(INSTALL) -e '.[gpu,ray]' \
 	|| { ! $(BIN)/python -m pip index versions pip >/dev/null 2>&1 && echo "note: no package index: tests of Ray and Triton skip"; }
 	$(PYTEST) --no-loadscope-reorder -m "$(MARKS)" --ignore tests/e2e/test_ray.py
 	$(BIN)/pytest -m "$(MARKS)" tests/e2e/test_ray.py || [ $$? = 5 ]
 
-test-real: $(VENV)/.installed-dev
+test-real: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/windlass pull qwen2.5-coder-1.5b
 	$(BIN)/windlass pull qwen2.5-coder-0.5b
 	$(BIN)/pytest -s -m real_model tests/e2e/test_qwen_coder.py
@@ -82,8 +92,8 @@ test-real: $(VENV)/.installed-dev
 test-gpu: MARKS ?= not slow and not soak
 test-gpu: export CUBLAS_WORKSPACE_CONFIG = :4096:8
 test-gpu: export WINDLASS_TEST_DEVICE = $(DEVICE)
-test-gpu: $(VENV)/.installed-dev,e2e
-	@$(COMPILE)
+test-gpu: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-dev,e2e kernels
 	$(PYTEST) -m "$(MARKS)" --dist $(if $(findstring not slow,$(MARKS)),loadscope,load) tests/kernels/triton_programs tests/engine; engines=$$?; \
 	$(PYTEST) -m "$(MARKS)" tests/api/startup tests/api/cli tests/e2e/test_end_to_end.py tests/e2e/test_*_over_http.py && exit $$engines
 
@@ -102,7 +112,8 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "== open build/docs/index.html"
 
-bench: $(VENV)/.installed-dev
+bench: $(BIN)/python
+	+@$(PARALLEL) $(VENV)/.installed-dev kernels
 	$(BIN)/python benchmarks/peers.py prepare
 	$(BIN)/python benchmarks/peers.py run $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py

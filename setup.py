@@ -33,12 +33,17 @@ def requirements() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compile the kernels with kernels/cpu/build.py: for this processor in an editable install, for all in a wheel."""
+    """Compile the kernels with kernels/cpu/build.py: for this processor in an editable install, for all in a wheel.
+
+    WINDLASS_ISAS selects others. With `none` nothing is compiled, because the Makefile does so while pip installs.
+    """
 
     def build_extension(self, extension: Extension) -> None:
+        if os.environ.get("WINDLASS_ISAS") == "none":
+            raise CompileError("left out, as WINDLASS_ISAS=none requests")
         if not self.editable_mode:
             os.environ.setdefault("WINDLASS_ISAS", "all")
-        # In the source tree, where `make serve` compiles it too, perhaps at this moment.
+        # In the source tree, where `make serve` compiles it too.
         library = Path("src", self.get_ext_filename(extension.name)).resolve()
         try:
             KERNELS["build"](library)

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 if TYPE_CHECKING:
+    import typer
     from rich.progress import Progress, TaskID
 
 
@@ -144,6 +143,7 @@ def write_output(path: Path, text: str) -> None:
 
 def version_option(line: str) -> Any:
     """The option --version or -V, which prints the line and ends the program."""
+    import typer
 
     def print_version(requested: bool) -> None:
         if requested:
@@ -210,9 +210,6 @@ class LoadingDisplay:
             self._progress = None
 
 
-# Older typers use click's exceptions, newer ones their own copy of them.
-_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-
 _SWITCH_PREFIX = re.compile(r"^--(no-|disable-)?(enable-)?")
 _UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
 _CUTOFF = 0.75  # common characters: "prot" is similar to "port", "ctx-size" is not similar to "block-size"
@@ -235,6 +232,10 @@ def run_app(
     CommandError, with exit code 2. translate: applied to the messages of user errors. find_replacement: given the context of a
     command and an unknown option or command, the advice for users of other programs, or None.
     """
+    import typer
+
+    # Older typers use click's exceptions, newer ones their own copy of them.
+    click_error: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # not every encoding has every character
@@ -245,7 +246,7 @@ def run_app(
         if sys.stdout is not None:
             sys.stdout.flush()  # here, because errors can no longer be reported at the exit of the interpreter
         return code if isinstance(code, int) else 0
-    except _ClickError as error:
+    except click_error as error:
         return _usage_error(error, sys.argv[1:] if given is None else given, find_replacement)
     except user_errors as error:
         return _print_error(translate(str(error)))

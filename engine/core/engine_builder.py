@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -234,7 +233,7 @@ class EngineBuilder:
             kv_cache_dtype=dtype_name(model.cache_dtype),
             quantization=model.quantization,
             device=str(decoder.device),
-            num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
+            num_parameters=spec.num_parameters(),
             num_layers=len(spec.layers),
             block_size=config.cache.block_size,
             num_kv_blocks=plan.num_blocks,
@@ -287,7 +286,7 @@ def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> Draft
         architecture=f"prediction layer of {architecture}" if speculation.mtp else architecture,
         quantization=draft.quantization,
         weight_dtype=dtype_name(decoder.weight_dtype),
-        num_parameters=decoder.num_parameters(),
+        num_parameters=decoder.spec.num_parameters(),
         weight_bytes=decoder.weight_bytes(),
         num_tokens=speculation.draft_tokens,
     )

@@ -295,9 +295,6 @@ class Decoder:
             raise RequestError("this model has no classification head", "pooling", "no_classifier")
         return self._classes
 
-    def num_parameters(self) -> int:
-        return sum(t.numel() for t in self.tensors())
-
     def weight_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 

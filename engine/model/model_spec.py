@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import TypeAlias, TypedDict
 
 from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
@@ -132,6 +133,7 @@ class ModelSpec:
     norm_offset: float = 0.0  # norms multiply by (offset + weight); 1 for Gemma
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
+    head_copies_embedding: bool = False  # the head is a second copy of the embedding, rounded in another way
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     # (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
@@ -244,6 +246,11 @@ class ModelSpec:
     def weights(self) -> tuple[WeightSpec, ...]:
         """All weights of the model, each once, named by layer and field, such as "layers.0.qkv"."""
         return _weights(self)
+
+    def num_parameters(self) -> int:
+        """The number of weights. A second copy of the embedding does not count."""
+        copied = ("head",) if self.head_copies_embedding else ()
+        return sum(prod(weight.shape) for weight in self.weights() if weight.kind not in copied)
 
     def adapted_parts(self) -> tuple[tuple[str, tuple[WeightSpec, ...]], ...]:
         """Matrices that adapters may change: per layer, then outside the layers, each with its tensor name prefix."""

@@ -230,6 +230,8 @@ def main() -> None:
         build(library_path())
     except BuildError as error:
         sys.exit(f"kernels: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from pathlib import Path
 from windlass.clients.terminal import print_status
 from windlass.engine.errors import EngineError, LoadError, did_you_mean
 from windlass.engine.model.model_spec import ModelSpec
+from windlass.server.startup.default_model import DEFAULT_MODELS
 from windlass.server.startup.model_catalog import (
     KNOWN,
     KnownModel,
     cache_folder,
+    decimal_size,
     is_downloaded,
-    megabytes,
     model_file,
     pull,
     verify_checksum,
@@ -28,12 +29,14 @@ from windlass.server.startup.model_files import bundled_model, cache_directory, 
 class ListedModel:
     """A model that `windlass serve NAME` takes.
 
-    here: whether no download is needed. size: bytes on disk, or of the download. memory: estimated bytes of weights and a cache
-    for 8,192 tokens, None if unknown. licence: None if unknown. where: the file or directory, None if it is not downloaded.
+    default: whether it is served where no model is named, if this machine permits it. here: whether no download is needed.
+    size: bytes on disk, or of the download. memory: estimated bytes of weights and a cache for 8,192 tokens, None if unknown.
+    licence: None if unknown. where: the file or directory, None if it is not downloaded.
     """
 
     name: str
     about: str
+    default: bool
     here: bool
     size: int
     memory: int | None
@@ -70,8 +73,9 @@ def list_models(as_json: bool) -> None:
     for model in listed:
         here = "yes" if model.here else "no"
         memory = "–" if model.memory is None else f"{model.memory / 1e9:.1f} GB"
-        size, licence = megabytes(model.size), model.licence or "–"
-        print(f"{model.name:{width}}  {here:8}  {size:>10}  {memory:>7}  {licence:10}  {model.about}")
+        about = f"{model.about} (the default)" if model.default else model.about
+        size, licence = decimal_size(model.size), model.licence or "–"
+        print(f"{model.name:{width}}  {here:8}  {size:>10}  {memory:>7}  {licence:10}  {about}")
         print(" " * width, f" {model.where or model.source}")
     missing = [model.name for model in listed if not model.here]
     if missing:
@@ -95,6 +99,7 @@ def _list_catalog(model: KnownModel) -> ListedModel:
     return ListedModel(
         name=model.name,
         about=model.about,
+        default=model is DEFAULT_MODELS[0],
         here=here,
         size=size,
         memory=model.memory,
@@ -120,6 +125,7 @@ def _list_hub_cache() -> list[ListedModel]:
             ListedModel(
                 name=name,
                 about=about,
+                default=False,
                 here=True,
                 size=sum(map(_size, paths)),
                 memory=None,

@@ -76,7 +76,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A name that `windlass models` lists, a model directory, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B. "
-        "Default: smollm2, downloaded at first use; offline, the bundled model.",
+        "Default: qwen2.5-coder-1.5b, downloaded at first use, or a smaller one that memory, disk and network permit.",
         envvar="WINDLASS_MODEL",
         show_default=False,
     ),
@@ -85,7 +85,8 @@ ModelArgument = Annotated[
 ModelOption = Annotated[
     str | None,
     variable_option(
-        "--model", help="A known name, a directory, a GGUF file or a hub id. Default: smollm2, else the bundled model."
+        "--model",
+        help="A known name, a directory, a GGUF file or a hub id. Default: qwen2.5-coder-1.5b, or a smaller model.",
     ),
 ]
 

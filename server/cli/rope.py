@@ -285,7 +285,8 @@ def picture(
     model: Annotated[
         str | None,
         variable_option(
-            "--model", help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: smollm2."
+            "--model",
+            help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: the default model.",
         ),
     ] = None,
     theta: Annotated[float | None, typer.Option("--theta", help="Instead of a model: the base.")] = None,

@@ -179,7 +179,7 @@ _GGUF_DERIVATION = Derivation(
     folder="gguf",
     index="gguf.json",
     files=("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    version=4,
+    version=5,
 )
 
 _TOKENIZER_DERIVATION = Derivation(folder="tokenizers", index="derived.json", files=(TOKENIZER, _CONFIG), version=1)

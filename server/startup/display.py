@@ -14,6 +14,7 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.engine.interface.outputs import EngineStats
 from windlass.engine.rotary.rope_scaling import RotaryGroup
 from windlass.server.config.option_names import with_option_names
+from windlass.server.startup.model_catalog import KnownModel, decimal_size
 
 if TYPE_CHECKING:
     from windlass.engine.model.loading.model_size import ModelSize
@@ -139,6 +140,13 @@ def link_lines(base: str, *, page: bool, key: bool, chats: bool, generates: bool
         f"  API docs  {base}/docs",
         f"  try       {command}",
     ]
+
+
+def better_model_line(model: KnownModel) -> str:
+    """The command for a model that answers better than a smaller default."""
+    assert model.file is not None
+    needs = f"{decimal_size(model.file.size)} on disk, {decimal_size(model.memory)} of memory"
+    return f"  better    windlass serve {model.name} ({needs})"
 
 
 def count(number: int) -> str:

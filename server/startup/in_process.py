@@ -74,7 +74,7 @@ _logger = logging.getLogger("windlass.server")
 class LLM:
     """A loaded model and its engine process. Use it in a `with` block, or `close` it; the end of the program closes it too.
 
-    model: a known name, a directory, a GGUF file or a hub id, as for `windlass serve`; None: smollm2. options: those of
+    model: a known name, a directory, a GGUF file or a hub id, as for `windlass serve`; None: the default model. options: those of
     `windlass serve` with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a mapping,
     `rope_profile` a mapping of names to scalings. Raises LoadError, one line with the option to change.
 

@@ -38,8 +38,9 @@ from windlass.server.http.listener import listen_tcp, listen_unix, make_tls_cont
 from windlass.server.observability.event_loop_monitor import EventLoopMonitor
 from windlass.server.observability.logging import log_to_stderr
 from windlass.server.serving.request_rotation import check_profiles
+from windlass.server.startup.default_model import DEFAULT_MODELS
 from windlass.server.startup.derived_files import ensure_tokenizer
-from windlass.server.startup.display import link_lines, report_activity, summary
+from windlass.server.startup.display import better_model_line, link_lines, report_activity, summary
 from windlass.server.startup.early_signals import exit_on_signals, record_signal
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.model_catalog import cache_folder
@@ -236,6 +237,9 @@ class _RunningServer:
                 chats=self.state.text.has_chat_template,
                 generates=info.generates,
             )
+        best, *smaller = DEFAULT_MODELS
+        if self.start.model is None and settings.served_model_name in [model.name for model in smaller]:
+            lines.append(better_model_line(best))
         for line in lines:
             print_status(line)
         await self.client.wait_state("failed")

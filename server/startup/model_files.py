@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from windlass.clients.terminal import print_status
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.model.gguf.split_files import model_stem, part_names, part_number
 from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.server.config.engine_options import EngineOptions
+from windlass.server.startup.default_model import pull_default_model
 from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf, source_stem
-from windlass.server.startup.model_catalog import DEMO, KNOWN, SMOLLM2, KnownModel, is_file_of
-
-FIRST_MODEL = SMOLLM2
+from windlass.server.startup.model_catalog import KNOWN, KnownModel, is_file_of, pull
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -54,17 +52,13 @@ _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F3
 def choose_model(given: str | None) -> tuple[str, Path]:
     """The model's name in the API, and its directory. Raises LoadError.
 
-    given: see `resolve_model`. None: smollm2, downloaded if necessary; if that fails, the bundled model, with one line on
-    standard error that contains the reason.
+    given: see `resolve_model`. None: the default model (see `pull_default_model`).
     """
-    if given is not None:
-        path = resolve_model(given)
-        return _name_of(given, path), path
-    try:
-        return FIRST_MODEL.name, known_model(FIRST_MODEL)
-    except LoadError as error:
-        print_status(f"note: serving the bundled model ({DEMO.about}), since {error}")
-        return DEMO.name, bundled_model()
+    if given is None:
+        model = pull_default_model()
+        return model.name, known_model(model)
+    path = resolve_model(given)
+    return _name_of(given, path), path
 
 
 def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
@@ -194,8 +188,6 @@ def known_model(model: KnownModel) -> Path:
     """The directory of a model of the catalogue, downloaded if necessary. Raises LoadError, for example PullError."""
     if model.file is None:
         return bundled_model()
-    from windlass.server.startup.model_catalog import pull
-
     return resolve_model(str(pull(model)))
 
 

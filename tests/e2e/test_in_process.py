@@ -272,7 +272,7 @@ def test_examples_of_a_page_run(capsys: pytest.CaptureFixture[str], name: str, c
     examples = [block for block in blocks if "from windlass import LLM" in block]
     assert len(examples) == count
     for example in examples:
-        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB", **place'), {"place": IN_PROCESS})
+        exec(example.replace('"qwen2.5-coder-1.5b"', '"demo", kv_cache_memory="64MiB", **place'), {"place": IN_PROCESS})
         assert capsys.readouterr().out.strip()
 
 

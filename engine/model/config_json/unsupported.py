@@ -51,7 +51,7 @@ _READ = frozenset(
     "num_nextn_predict_layers id2label num_labels problem_type layer_norm_epsilon activation activation_function bias "
     "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave "
     "scale_emb scale_depth dim_model_base first_k_dense_replace mlp_layer_types "
-    "classifier_from_token method is_original_qwen3_reranker".split()
+    "head_copies_embedding classifier_from_token method is_original_qwen3_reranker".split()
 ) | frozenset(LEGACY_ROPE_KEYS)
 
 # Keys of the library that wrote the file, without effect at inference.

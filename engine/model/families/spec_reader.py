@@ -109,6 +109,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm_offset=family.norm_offset,
         embedding_scale=embedding_scale / residual,
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
+        head_copies_embedding=read_flag(config, "head_copies_embedding"),
         logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
         logit_scale=_multiplier(config, multipliers.logits)
         / _multiplier(config, multipliers.logits_divided_by)

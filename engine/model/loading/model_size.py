@@ -7,7 +7,6 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 from windlass.engine.cache.kv_cache_budget import CachePlan, default_kv_budget, device_kv_budget
@@ -98,7 +97,7 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
     spec, draft = model.spec, model.draft
     return ModelSize(
         architecture=spec.architecture,
-        num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
+        num_parameters=spec.num_parameters(),
         num_layers=len(spec.layers),
         dtype=model.compute_dtype,
         stored=model.quantization or model.weight_dtype,

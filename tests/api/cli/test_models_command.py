@@ -45,6 +45,7 @@ def listed(capsys) -> dict[str, dict]:
 def test_pull_and_models(toy, capsys):
     before = listed(capsys)
     assert set(before) == set(KNOWN) >= {"smollm2", "demo", "toy"}
+    assert [name for name, model in before.items() if model["default"]] == ["qwen2.5-coder-1.5b"]
     assert not before["toy"]["here"] and before["toy"]["where"] is None
     assert before["toy"]["size"] == toy.file.size and before["toy"]["licence"] == "MIT"
     assert before["demo"]["here"] and before["demo"]["where"] == str(DEMO)
@@ -68,9 +69,10 @@ def test_models_as_text(capsys):
     assert cli.run(["models"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0].split()[:2] == ["name", "on"] and lines[1].split()[:4] == ["smollm2", "no", "98.4", "MB"]
+    assert lines[0].split()[:2] == ["name", "on"] and lines[1].split()[:4] == ["qwen2.5-coder-1.5b", "no", "1.1", "GB"]
+    assert [line.split()[0] for line in lines if line.endswith("(the default)")] == ["qwen2.5-coder-1.5b"]
     assert any(line.split()[:2] == ["demo", "yes"] for line in lines) and str(DEMO) in captured.out
-    assert "windlass pull smollm2" in captured.err
+    assert "windlass pull qwen2.5-coder-1.5b" in captured.err
 
 
 def test_unknown_names(capsys):

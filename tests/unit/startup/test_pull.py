@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers.eventually import exit_code
+from helpers.model_hub import HUB_FILE, Hub
 from helpers.wheel_index import CONTENT, MEMBER, SlowIndex, hub_model, make_wheel, parted_model, toy_model
 
 from windlass.engine.errors import LoadError
@@ -334,52 +334,12 @@ def test_catalogue_entries_are_complete():
 
 # -- the hub ---------------------------------------------------------------------------------------------------------
 
-HUB_FILE = "owner/name/folder/toy.gguf"
-
-
-class Hub:
-    """A hub with one file. ends_after: bytes of a response after which the connection is closed, once."""
-
-    def __init__(self, content: bytes = CONTENT, ranges: bool = True) -> None:
-        self.requests: list[tuple[str, str | None]] = []
-        self.ends_after: int | None = None
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                wanted = self.headers.get("Range") if ranges else None
-                hub.requests.append((self.path, self.headers.get("Range")))
-                if self.path != "/owner/name/resolve/main/folder/toy.gguf":
-                    self.send_error(404)
-                    return
-                start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-                if start >= len(content):
-                    self.send_error(416)
-                    return
-                self.send_response(206 if wanted else 200)
-                self.send_header("Content-Length", str(len(content) - start))
-                self.end_headers()
-                end, hub.ends_after = hub.ends_after, None
-                self.wfile.write(content[start:] if end is None else content[start : start + end])
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = Hub()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    yield server
-    server.close()
+    with Hub({HUB_FILE: CONTENT}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 def test_the_hub_is_the_first_source(hub, capsys):
@@ -413,14 +373,13 @@ def test_a_complete_but_unchecked_file_is_checked(hub):
 
 
 def test_a_hub_without_ranges_sends_the_file_again(monkeypatch):
-    server = Hub(ranges=False)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
     model = hub_model(HUB_FILE)
     incomplete = model_catalog.model_file(model).with_name("toy.gguf.incomplete")
     incomplete.parent.mkdir(parents=True)
     incomplete.write_bytes(b"wrong")
-    assert model_catalog.pull(model).read_bytes() == CONTENT
-    server.close()
+    with Hub({HUB_FILE: CONTENT}, ranges=False) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        assert model_catalog.pull(model).read_bytes() == CONTENT
 
 
 @pytest.mark.slow

@@ -331,3 +331,20 @@ def test_vocabulary_without_weights_is_refused(llama: Parts) -> None:
     write(file, metadata, {})
     with pytest.raises(LoadError, match="a vocabulary and no weights"):
         describe_gguf([file])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("noise", [0.0, 0.1, None])
+def test_a_second_copy_of_the_embedding_is_no_parameter(tmp_path: Path, kind: str, noise: float | None) -> None:
+    """noise: relative difference of the head, as of a matrix that is rounded in another way; None: another matrix."""
+    source = make_model("qwen2", tmp_path / "hf", tie_word_embeddings=True, **_NOT_WRITTEN["qwen2"])
+    stored = load_file(source / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"].float()
+    other = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(1)) * embedding.std()
+    head = other if noise is None else embedding + noise * other
+    file = convert(source, tmp_path / "tiny.gguf", kind=kind, more={"output.weight": head.numpy()})
+    described = describe_gguf([file])
+    spec = read_spec(described.config, described.generation)
+    assert not spec.tied_embeddings  # both matrices are loaded
+    distinct = sum(tensor.numel() for name, tensor in stored.items() if name != "lm_head.weight")
+    assert spec.num_parameters() == distinct + (embedding.numel() if noise is None else 0)
