@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# As process 1 of a container, a program without a handler is not ended by SIGTERM at all.
-
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:

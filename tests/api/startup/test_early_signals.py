@@ -1,9 +1,13 @@
-"""Signals while a server still resolves or downloads its model."""
+"""Signals while a command is imported, and while a server resolves or downloads its model."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,3 +68,28 @@ def test_an_early_sighup_reloads_keys_once_the_server_runs(tmp_path: Path) -> No
         for key, status in (("first", 401), ("second", 200)):
             answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30.0)
             assert answer.status_code == status
+
+
+def test_process_1_ends_by_sigterm_while_a_command_is_imported() -> None:
+    """Without a handler the kernel discards the signal, and the container waits for its grace period."""
+    isolated = ["unshare", "--user", "--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs unshare and permission for namespaces")
+    code = """if True:
+        import sys, time, types
+        commands = types.ModuleType("windlass.server.cli.main")
+        def importing():
+            print("importing", flush=True)
+            time.sleep(60)
+        commands.main = importing
+        sys.modules[commands.__name__] = commands
+        from windlass.server.cli.entry import main
+        main()"""
+    with subprocess.Popen([*isolated, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "importing\n"
+            (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(first), signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+        finally:
+            process.kill()

@@ -86,7 +86,7 @@ def ignored(path: str) -> bool:
 
 @pytest.fixture(scope="module")
 def image_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The build stage's /source: what the COPY instructions take from a clone."""
+    """The folder /source of the build stage: the files that COPY instructions copy from a clone."""
     folder = tmp_path_factory.mktemp("source")
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
