@@ -107,6 +107,28 @@ def test_list_opens_renames_and_deletes(seen: Seen, live: Live) -> None:
     assert len(page.evaluate("Object.keys(localStorage)")) == 1
 
 
+def test_many_conversations_are_searched(seen: Seen, tmp_path: Path) -> None:
+    page = seen.page
+    search = page.get_by_label("Search conversations")
+    expect(search).to_have_count(0)
+    columns = [
+        [{"messages": [{"role": "user", "content": f"Question {number}, about KNOTS{number}"}]}] for number in range(6)
+    ]
+    stored = [{"title": f"Talk {number}", "columns": columns[number]} for number in range(6)]
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps({"conversations": stored}))
+    page.get_by_label("Files to import").set_input_files(file)
+    expect(titles(page)).to_have_count(6)
+    search.fill("talk 3")
+    expect(titles(page)).to_have_text(["Talk 3"])
+    search.fill("knots4")
+    expect(titles(page)).to_have_text(["Talk 4"])
+    search.fill("none such")
+    expect(page.get_by_text("No conversation contains this text.")).to_be_visible()
+    search.fill("")
+    expect(titles(page)).to_have_count(6)
+
+
 @pytest.mark.parametrize("kind", ["JSON", "Markdown"])
 def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: str) -> None:
     answer = "# Title\n\n```\n<!-- code -->\n```\n\n* last"
