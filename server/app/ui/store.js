@@ -122,7 +122,7 @@ function fromMarkdown(written) {
 export function read(name, written) {
   try {
     const found = written.startsWith(MARK) ? [fromMarkdown(written)] : JSON.parse(written).conversations.map(checked);
-    return found.map((conversation) => ({ ...conversation, id: newId() }));
+    return found.map((conversation) => ({ ...conversation, id: newId(), renamed: true })); // it retains its title
   } catch (error) {
     throw new Error(`${name} is no export of conversations in JSON or Markdown: ${error.message}`);
   }

@@ -75,8 +75,11 @@ def test_conversation_and_its_settings_survive_a_reload(seen: Seen, live: Live) 
     expect(page.locator(".message.assistant .markdown")).to_have_text("first answer")
     expect(titles(page)).to_have_text(["hello there"])
     expect(page.get_by_role("combobox", name="Model")).to_have_value("other")
+    live.generate("long\n\n" * 50)
     ask(seen, "again", 2)
     first, second = live.engine.requests
+    page.reload()
+    expect(facts(page).last).to_be_in_viewport()  # a stored conversation is shown at its end
     assert first.rope_scaling == second.rope_scaling == PICKED
     assert second.sampling.temperature == 0.5
     for text in ("[system]Be brief.", "hello there", "first answer", "again"):
@@ -137,6 +140,9 @@ def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: 
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("profile:long")
     ask(seen, "what -- is\n\nthis?", 2)
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("Title").fill("My comparison")
+    page.keyboard.press("Enter")
     with page.expect_download() as download:
         page.get_by_role("button", name=f"Export {kind}").click()
     file = tmp_path / download.value.suggested_filename
@@ -154,6 +160,7 @@ def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: 
     ask(seen, "next", 4 if kind == "JSON" else 2)  # Markdown has no figures of earlier answers
     scalings = {request.rope_scaling for request in live.engine.requests[2:]}
     assert scalings == {None, YARN} and answer in live.prompt and "what -- is\n\nthis?" in live.prompt
+    expect(titles(page)).to_have_text(["My comparison"])
 
 
 def test_files_that_are_no_export_are_refused(seen: Seen, tmp_path: Path) -> None:
