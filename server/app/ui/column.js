@@ -18,6 +18,7 @@ export class Column extends Component {
 
   componentDidMount() {
     this.props.slot.current = this;
+    this.componentDidUpdate(); // a stored conversation is shown at its end
   }
 
   componentWillUnmount() {

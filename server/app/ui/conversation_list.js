@@ -1,8 +1,11 @@
-// The list of stored conversations: open, rename, delete, export and import.
+// The list of stored conversations: search, open, rename, delete, export and import.
 import { Component, createRef, html } from "./html.js";
+import { contains } from "./store.js";
+
+const SEARCHED = 6; // conversations from which on there is a search
 
 export class ConversationList extends Component {
-  state = { renamed: null }; // the new title while it is written
+  state = { renamed: null, wanted: "" }; // renamed: the new title while it is written
   files = createRef();
 
   rename = (event) => {
@@ -21,7 +24,9 @@ export class ConversationList extends Component {
     event.currentTarget.value = "";
   };
 
-  render({ list, conversation, onOpen, onExport }, { renamed }) {
+  render({ list, conversation, onOpen, onExport }, { renamed, wanted }) {
+    const searched = list.length >= SEARCHED && wanted.trim().toLowerCase();
+    const found = searched ? list.filter(({ id }) => contains(id, searched)) : list;
     const stored = list.some(({ id }) => id === conversation.id);
     const button = (name, onClick) => html`<button type="button" class="quiet" onClick=${onClick}>${name}</button>`;
     return html`<aside class="conversations" aria-label="Conversations">
@@ -42,8 +47,11 @@ export class ConversationList extends Component {
           onKeyDown=${(event) => event.key === "Escape" && this.setState({ renamed: null })} /></label>
         <div class="tools"><button class="primary">Save</button>${button("Cancel", () => this.setState({ renamed: null }))}</div>
       </form>`}
+      ${list.length >= SEARCHED && html`<input type="search" aria-label="Search conversations" placeholder="Search" value=${wanted}
+        onInput=${(event) => this.setState({ wanted: event.currentTarget.value })} />`}
+      ${searched && !found.length && html`<p class="note">No conversation contains this text.</p>`}
       ${list.length
-        ? html`<ol>${list.map(({ id, title, changed }) => html`<li key=${id}><button type="button" class="conversation" aria-current=${id === conversation.id ? "true" : undefined}
+        ? html`<ol>${found.map(({ id, title, changed }) => html`<li key=${id}><button type="button" class="conversation" aria-current=${id === conversation.id ? "true" : undefined}
             title=${new Date(changed).toLocaleString()} onClick=${() => onOpen(id)}>${title}</button></li>`)}</ol>`
         : html`<p class="note">Conversations are stored in this browser only, and appear here.</p>`}
     </aside>`;

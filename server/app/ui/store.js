@@ -18,6 +18,12 @@ export function list() {
   return found.map(({ id, title, changed }) => ({ id, title, changed })).sort((a, b) => b.changed - a.changed);
 }
 
+// Whether the title or a message of a stored conversation contains a text in lower case.
+export function contains(id, wanted) {
+  const { title, columns } = load(id) ?? { title: "", columns: [] };
+  return [title, ...columns.flatMap(({ messages }) => messages.map(({ content }) => content))].some((text) => text.toLowerCase().includes(wanted));
+}
+
 // Null if there is none, or if it cannot be read.
 export function load(id) {
   try {
@@ -116,7 +122,7 @@ function fromMarkdown(written) {
 export function read(name, written) {
   try {
     const found = written.startsWith(MARK) ? [fromMarkdown(written)] : JSON.parse(written).conversations.map(checked);
-    return found.map((conversation) => ({ ...conversation, id: newId() }));
+    return found.map((conversation) => ({ ...conversation, id: newId(), renamed: true })); // it retains its title
   } catch (error) {
     throw new Error(`${name} is no export of conversations in JSON or Markdown: ${error.message}`);
   }

@@ -75,8 +75,11 @@ def test_conversation_and_its_settings_survive_a_reload(seen: Seen, live: Live) 
     expect(page.locator(".message.assistant .markdown")).to_have_text("first answer")
     expect(titles(page)).to_have_text(["hello there"])
     expect(page.get_by_role("combobox", name="Model")).to_have_value("other")
+    live.generate("long\n\n" * 50)
     ask(seen, "again", 2)
     first, second = live.engine.requests
+    page.reload()
+    expect(facts(page).last).to_be_in_viewport()  # a stored conversation is shown at its end
     assert first.rope_scaling == second.rope_scaling == PICKED
     assert second.sampling.temperature == 0.5
     for text in ("[system]Be brief.", "hello there", "first answer", "again"):
@@ -107,6 +110,28 @@ def test_list_opens_renames_and_deletes(seen: Seen, live: Live) -> None:
     assert len(page.evaluate("Object.keys(localStorage)")) == 1
 
 
+def test_many_conversations_are_searched(seen: Seen, tmp_path: Path) -> None:
+    page = seen.page
+    search = page.get_by_label("Search conversations")
+    expect(search).to_have_count(0)
+    columns = [
+        [{"messages": [{"role": "user", "content": f"Question {number}, about KNOTS{number}"}]}] for number in range(6)
+    ]
+    stored = [{"title": f"Talk {number}", "columns": columns[number]} for number in range(6)]
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps({"conversations": stored}))
+    page.get_by_label("Files to import").set_input_files(file)
+    expect(titles(page)).to_have_count(6)
+    search.fill("talk 3")
+    expect(titles(page)).to_have_text(["Talk 3"])
+    search.fill("knots4")
+    expect(titles(page)).to_have_text(["Talk 4"])
+    search.fill("none such")
+    expect(page.get_by_text("No conversation contains this text.")).to_be_visible()
+    search.fill("")
+    expect(titles(page)).to_have_count(6)
+
+
 @pytest.mark.parametrize("kind", ["JSON", "Markdown"])
 def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: str) -> None:
     answer = "# Title\n\n```\n<!-- code -->\n```\n\n* last"
@@ -115,6 +140,9 @@ def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: 
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("group", name="Right: rotary scaling").get_by_label("Kind").select_option("profile:long")
     ask(seen, "what -- is\n\nthis?", 2)
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("Title").fill("My comparison")
+    page.keyboard.press("Enter")
     with page.expect_download() as download:
         page.get_by_role("button", name=f"Export {kind}").click()
     file = tmp_path / download.value.suggested_filename
@@ -132,6 +160,7 @@ def test_export_is_imported_again(seen: Seen, live: Live, tmp_path: Path, kind: 
     ask(seen, "next", 4 if kind == "JSON" else 2)  # Markdown has no figures of earlier answers
     scalings = {request.rope_scaling for request in live.engine.requests[2:]}
     assert scalings == {None, YARN} and answer in live.prompt and "what -- is\n\nthis?" in live.prompt
+    expect(titles(page)).to_have_text(["My comparison"])
 
 
 def test_files_that_are_no_export_are_refused(seen: Seen, tmp_path: Path) -> None:

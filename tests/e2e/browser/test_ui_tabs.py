@@ -30,7 +30,7 @@ FOCUSED = """() => {
   return at.matches(kinds) && at.closest(".floor") ? String([...document.querySelectorAll(kinds)].indexOf(at)) : "";
 }"""
 # Elements beyond the right edge.
-CLIPPED = """() => [...document.querySelectorAll(".room > *, .stack > *, .panel > *, .tokens, figure")]
+CLIPPED = """() => [...document.querySelectorAll(".room > *, .stack > *, .panel > *, .tokens, .alternatives table, figure")]
   .filter((one) => one.offsetParent && one.getBoundingClientRect().right > innerWidth + 1)
   .map((one) => one.outerHTML.slice(0, 100))"""
 # The colours of the first four pages.
