@@ -76,7 +76,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A name that `windlass models` lists, a model directory, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B. "
-        "Default: qwen2.5-coder-1.5b, downloaded at first use, or a smaller one that memory, disk and network permit.",
+        "Default: qwen2.5-coder-1.5b, or a smaller one where that does not fit.",
         envvar="WINDLASS_MODEL",
         show_default=False,
     ),
