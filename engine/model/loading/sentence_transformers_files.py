@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.bounded_files import read_json_text
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.interface.model_info import PoolingDefaults, PoolingKind
 from windlass.engine.model.config_json.classifier_head import ClassifierTokens, read_classifier_tokens
 from windlass.engine.rotary.scaling_fields import format_value
@@ -106,4 +106,4 @@ def _read_json(path: Path, *, required: bool = True) -> Any:
     try:
         return json.loads(read_json_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+        raise LoadError(f"cannot read {path}: {reason_of(error)}: download or copy the file again") from None
