@@ -131,7 +131,7 @@ def _warnings(result: RunResult) -> list[str]:
     if given_up and not result.interrupted:
         found.append(f"{given_up:,} requests were given up on purpose: they count neither as completed nor as failed.")
     if not result.records:
-        found.append("The run holds no requests.")
+        found.append("The run contains no requests.")
     return found
 
 
