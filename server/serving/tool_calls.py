@@ -68,7 +68,9 @@ def plan_tools(
     offered = {function.name: function.parameters or {} for function in functions}
     for name in names or ():
         if name not in offered:
-            raise bad_request(f"{field} names {name[:64]!r}, which is not among the functions on offer", field, INVALID)
+            raise bad_request(
+                f"{field} names {name[:64]!r}, which is not among the functions of this request", field, INVALID
+            )
     schemas = offered if names is None else {name: offered[name] for name in names}
     must_call = named or choice == "required" or (names is not None and choice[ALLOWED_TOOLS]["mode"] == "required")
     if parser == "none":

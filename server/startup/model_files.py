@@ -63,7 +63,7 @@ def choose_model(given: str | None) -> tuple[str, Path]:
     try:
         return FIRST_MODEL.name, known_model(FIRST_MODEL)
     except LoadError as error:
-        print_status(f"note: serving the bundled model ({DEMO.about}), since {error}")
+        print_status(f"note: using {DEMO.about}, since {error}")
         return DEMO.name, bundled_model()
 
 
@@ -123,7 +123,7 @@ def resolve_model(name: str | None) -> Path:
     parsed = _parse_hub_id(name)
     if parsed is None:
         raise LoadError(
-            f"no file or directory {name!r}, and that is not a hub id: give a model directory, a GGUF file or an id such as "
+            f"{name!r} is neither a file or directory nor a hub id: give a model directory, a GGUF file or an id such as "
             "Qwen/Qwen3-0.6B"
         )
     repo, revision, wanted = parsed

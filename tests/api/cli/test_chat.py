@@ -301,7 +301,7 @@ def test_a_managed_server_and_a_full_context():
         terminal.ask(
             "What does horse mean?", r"200 tokens.* [1-6]\d of 64 tokens of context used, \d+ tokens dropped\n"
         )
-        terminal.ask("/context off", "next answers: the server’s default\n")
+        terminal.ask("/context off", "next answers: the server's default\n")
         terminal.wait_prompt()
         terminal.type(CTRL_D)
         assert terminal.end() == 0

@@ -493,7 +493,7 @@ def test_a_misspelled_variable_has_a_warning(name, near, monkeypatch, capsys):
         monkeypatch.delenv(variable)
     monkeypatch.setenv(name, "64")
     assert cli.run(["version"]) == 0
-    warning = f"warning: the variable {name} has no effect: did you mean {near}?\n" if near else ""
+    warning = f"warning: the environment variable {name} has no effect: did you mean {near}?\n" if near else ""
     assert capsys.readouterr().err == warning
 
 

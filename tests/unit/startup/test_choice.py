@@ -43,7 +43,7 @@ def test_a_directory_wins_over_a_name(offline):
 def test_the_bundled_model_is_the_fallback_with_a_reason(capsys):
     assert model_files.choose_model(None) == ("demo", DEMO)
     *_, note = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: serving the bundled model") and note.endswith("cannot reach its package index")
+    assert note.startswith("note: using the bundled toy model") and note.endswith("cannot reach its package index")
 
 
 def test_a_named_model_has_no_fallback(capsys):
