@@ -50,7 +50,8 @@ def check_request(request: GenerateOptions) -> CompletionRequest:
         return parse_body(json.dumps({"prompt": "", **_fields(request)}).encode(), CompletionRequest)
     except ApiError as error:
         name = (error.param or "").partition("[")[0]
-        raise LoadError(f"--{name.replace('_', '-')} {error.message.removeprefix(f'{name} ')}") from None
+        flag, rest = f"--{name.replace('_', '-')}", error.message.removeprefix(name)
+        raise LoadError(f"{flag}: {rest}" if rest == error.message else flag + rest) from None
 
 
 def generate_locally(

@@ -58,7 +58,9 @@ def plan_tools(
     if not functions:
         if choice not in (None, "none", "auto"):
             raise bad_request(
-                f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
+                f"{field} requires a call, but the request has no {field.replace('_choice', 's')}: add some",
+                field,
+                INVALID,
             )
         return NO_TOOLS
     tools = [_template_tool(function) for function in functions]
@@ -76,7 +78,7 @@ def plan_tools(
     if parser == "none":
         if must_call:
             raise bad_request(
-                f"{field} cannot ask for a call: this server runs with --tool-call-parser none", field, INVALID
+                f"{field} cannot require a call: this server runs with --tool-call-parser none", field, INVALID
             )
         return ToolPlan(tools)
     legacy = body.functions is not None

@@ -741,6 +741,7 @@ def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
     ):
         error = error_of(capsys, "generate", "hi", "--model", str(model), option, value)
         assert error.startswith(option) and reason in error
+        assert option[2:].replace("-", "_") not in error.removeprefix(option)
     monkeypatch.setenv("SCRIPT_LOAD_ERROR", "no weights in this directory")
     assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
 

@@ -69,7 +69,7 @@ def test_free_memory_is_divided_as_at_a_start(capsys: pytest.CaptureFixture[str]
 
 def test_errors_of_models_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out, error = output_of(capsys, str(DEMO), *CPU, "--free", "5MiB", code=2)
-    assert "int4" in out and "a token   4.0 KiB" in out
+    assert "int4" in out and "per token 4.0 KiB" in out
     assert (
         "the model does not fit: the weights need 7.6 MiB of memory, 5.0 MiB are free: use --quantization int8 ("
         in error
