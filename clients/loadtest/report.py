@@ -211,7 +211,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         tiles.append(tile("From the cache", figures.format_number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
         limits = ", ".join(f"{name} ≤ {figures.format_setting(limit)} ms" for name, limit in result.slo.items())
-        tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"inside {limits}"))
+        tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"within {limits}"))
     return tiles
 
 

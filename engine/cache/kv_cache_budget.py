@@ -237,7 +237,7 @@ def check_tier_options(config: EngineConfig) -> None:
             )
     free, size = available_memory(), config.cache.host_memory
     if size is not None and free is not None and size > free:
-        raise LoadError(f"`cache.host_memory` is {gib(size)}, and {gib(free)} of main memory are free: lower it")
+        raise LoadError(f"`cache.host_memory` is {gib(size)}, but only {gib(free)} of main memory are free: lower it")
     if config.cache.persist is not None:
         prepare_folder(config.cache.persist)
 

@@ -374,8 +374,8 @@ class ProcessClient(SupervisedClient):
                 begun=last is None or recorded_request_id(request_id) in last,
             )
         )
-        self._adapters.fail_all("the engine process ended while it loaded this adapter")
-        self._inspections.fail_all("the engine process ended before it answered; ask again")
+        self._adapters.fail_all("the engine process ended while loading this adapter")
+        self._inspections.fail_all("the engine process ended before it answered: try again")
         self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:

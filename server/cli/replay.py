@@ -134,7 +134,7 @@ def read_recording(path: Path) -> RecordedWorkload:
             request.line, request.of = number, head
             requests.append(request)
     if head is None or not requests:
-        raise CommandError(f"{path} holds no requests")
+        raise CommandError(f"{path} contains no requests")
     return RecordedWorkload(head, sorted(requests, key=lambda request: request.at))
 
 

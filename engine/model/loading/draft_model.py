@@ -109,7 +109,7 @@ def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_ggu
             why = "no block has tensors whose names contain nextn, which some conversions leave out"
             other = "a conversion of the model that has them"
         raise LoadError(
-            f"{_MTP_OPTION}: the files hold no layer that predicts further tokens ({why}): leave it out, or take {other}"
+            f"{_MTP_OPTION}: the files contain no layer that predicts further tokens ({why}): leave it out, or use {other}"
         )
     if part == "layer":
         return layer

@@ -107,8 +107,8 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
         raise LoadError(
-            f"the files hold no {head}: these are the weights of a model without its language-model head (an embedding model, "
-            "for example), which writes no text: give the model for text generation that it was made from, name its "
+            f"the files contain no {head}: these are the weights of a model without its language-model head (an embedding model, "
+            "for example), which does not generate text: give the model for text generation that it was made from, name its "
             'class without a head (it ends in "Model") under "architectures" in config.json to make vectors with it, or set '
             '"tie_word_embeddings": true in config.json if its head is the embedding'
         )

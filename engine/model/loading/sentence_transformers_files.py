@@ -82,7 +82,7 @@ def read_reranker_config(directory: Path) -> ClassifierTokens | None:
 
 def _token_ids(config: Any, file: Path) -> tuple[int, ...]:
     if not isinstance(config, Mapping):
-        raise LoadError(f"{file} is missing or holds no object, and modules.json names it: download the model again")
+        raise LoadError(f"{file}, which modules.json names, is missing or contains no object: download the model again")
     wanted, other = config.get("true_token_id"), config.get("false_token_id")
     found: tuple[Any, ...] = (wanted,) if other is None else (wanted, other)
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in found):
