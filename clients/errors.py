@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import re
 import time
 
 import httpx
@@ -94,6 +95,8 @@ def status_error_class(status: int) -> type[APIStatusError]:
 
 REQUEST_ID_HEADER = "x-request-id"
 
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
+
 
 def get_request_id(response: httpx.Response) -> str | None:
     """The request id of the response, otherwise the one that was sent."""
@@ -104,7 +107,7 @@ def get_request_id(response: httpx.Response) -> str | None:
 
 def transport_error(error: httpx.HTTPError | httpx.StreamError, request: httpx.Request) -> APIError:
     """The error for a failure below HTTP, with the request id that was sent."""
-    what = " ".join(str(error).split()) or type(error).__name__
+    what = _ERRNO.sub("", " ".join(str(error).split())) or type(error).__name__
     sent, url = request.headers.get(REQUEST_ID_HEADER), request.url
     if isinstance(error, httpx.PoolTimeout):
         message = f"no free connection to {url} in time: raise max_connections or the timeout, or close streams"

@@ -10,6 +10,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error, for a message that names the file: without the error number and the path."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+
+
+def with_place(place: object, message: object) -> str:
+    """A message after the path or URL that it is about, unless the message names it already."""
+    text = str(message)
+    return text if str(place) in text else f"{place}: {text}"
+
+
 _MAX_COMPARED = 64  # characters: the time of a comparison grows quadratically
 _CUTOFF = 0.7  # share of equal characters: "prompts" is near "prompt", "foo" is near nothing
 

@@ -140,7 +140,7 @@ class AnswerParser:
             raise CheckUnavailableError(f"the answer has no usage with prompt_tokens ({error!r})") from None
         steps = [Step(piece, {}) for piece in self.pieces] if by_text else self.steps
         if not steps:
-            raise CheckUnavailableError("the answer is empty: the model ended it at once")
+            raise CheckUnavailableError("the answer is empty: the model ended it immediately")
         return Answer(self.text, tuple(steps), prompt, cached, tuple(self.times))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.rotary import curves
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.lab import encoding_formulas
@@ -373,8 +373,8 @@ def read_learned(path: Path) -> Numbers:
                     if table.ndim == 2 and len(table) >= ROWS:
                         return table
     except (OSError, safetensors.SafetensorError, TypeError) as error:
-        raise LoadError(f"--learned {path}: cannot be read ({error})") from None
-    raise LoadError(f"--learned {path}: has no table of at least {ROWS} learned positions ({', '.join(_TABLES)})")
+        raise LoadError(f"cannot read --learned {path}: {reason_of(error)}") from None
+    raise LoadError(f"--learned {path} has no table of at least {ROWS} learned positions ({', '.join(_TABLES)})")
 
 
 TEXT = "The cat sat on the mat. The dog sat on the rug. The cat sat on the"

@@ -251,7 +251,7 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
         raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
     if options.report_only and options.keep is None:
-        raise LoadError("--report-only reports on the readings in --keep: give that file too")
+        raise LoadError("--report-only reports on the results in --keep: give that file too")
     group = main_group(read_groups(options.model))
     trained = options.trained_len or original_len(group.scaling, group.base)
     lengths = options.lengths or (trained, 2 * trained)

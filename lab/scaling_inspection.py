@@ -174,8 +174,8 @@ def _summary(result: Inspection, group: GroupInspection) -> list[str]:
         f"{result.model}, {group.name}: {group.rope_type} ({given}) at {result.length:,} tokens",
         f"  the model's own: {group.own_type}, trained for {group.trained_len:,} tokens, "
         f"{group.rotary_dim // 2} pairs; {group.changed} of them change",
-        f"  attention factor {group.scaled.rotary_scale:.6g} (own {group.own.rotary_scale:.6g}): scores over the "
-        f"rotated dimensions times {group.scaled.rotary_scale**2:.6g}",
+        f"  attention factor {group.scaled.rotary_scale:.6g} (own {group.own.rotary_scale:.6g}): scores of the "
+        f"rotated dimensions are multiplied by {group.scaled.rotary_scale**2:.6g}",
     ]
     if group.effective_length is not None:
         lines.append(f"  frequencies formed for {group.effective_length:,.6g} tokens, {_reach(group)}")

@@ -55,7 +55,7 @@ class Scorer(SingleSequenceRunner):
         model = load_model(EngineConfig(model=str(directory), compute=compute, cache=cache), progress)
         if not model.decoder.spec.generates:
             raise LoadError(
-                f"{directory} is a {model.decoder.spec.architecture}, which predicts no next token: give a model that generates"
+                f"{directory} is a {model.decoder.spec.architecture}, which does not predict text: give a model that generates"
             )
         return cls(model.decoder, model.cache_dtype, weights=f"{model.digest.hex()} {model.decoder.dtype}")
 

@@ -73,7 +73,7 @@ def serve(
     slo: Annotated[SloOptions, Depends(SloOptions)],
     output: Annotated[OutputOptions, Depends(OutputOptions)],
 ) -> int:
-    """Load a running OpenAI-compatible server and measure latencies and throughput as clients see them."""
+    """Send load to a running OpenAI-compatible server, and measure latencies and throughput as clients see them."""
     from windlass.clients.loadtest.runner import MeasuredLoop
     from windlass.clients.loadtest.target import LoadTestError
 
@@ -196,7 +196,9 @@ def report(
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The self-contained page to write.")],
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", help="Name of a run, once per file in their order. Default: the name of the file."),
+        typer.Option(
+            "--name", help="Name of a run, once per file, in the order of the files. Default: the name of the file."
+        ),
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="Heading of the page.", show_default=False)] = None,
 ) -> None:
@@ -263,7 +265,7 @@ def compare(
 ) -> None:
     """Compare runs B with runs A: for each measure the difference, its confidence interval and a verdict.
 
-    A verdict needs two or more runs of each side, made in turns; three are better. With one run of each, no verdict is given.
+    A verdict needs two or more runs of each side, alternating; three are better. With one run of each, no verdict is given.
     """
     from windlass.clients.loadtest.compare import compare as compare_runs
     from windlass.clients.loadtest.display import print_comparison
@@ -309,8 +311,8 @@ def _single(path: Path) -> RunResult:
     content = _read(path)
     if isinstance(content, SweepResult):
         raise CommandError(
-            f"{path} holds a sweep of {len(content.runs)} runs: compare single runs, or show the sweep with "
-            "the command report"
+            f"{path} contains a sweep of {len(content.runs)} runs: compare single runs, or show the sweep with "
+            "`windlass bench report`"
         )
     return content
 

@@ -229,8 +229,8 @@ def print_comparison(result: Comparison, sides: Sequence[Sequence[Path]]) -> Non
         )
     else:
         console.print(
-            "With one run of each there is no verdict: the intervals cover chance within these runs, not differences from "
-            "run to run of the same server. Run each three times in turns, with different seeds, and give all files: "
+            "With one run of each there is no verdict: the intervals reflect chance within these runs, not differences from "
+            "run to run of the same server. Run each three times, alternating, with different seeds, and give all files: "
             "windlass bench compare a1.json a2.json a3.json -- b1.json b2.json b3.json",
             highlight=False,
         )

@@ -104,7 +104,7 @@ class WeightedScaling:
 
     def __post_init__(self) -> None:
         if not _is_json_value(self.value):
-            raise LoadTestError("a rotary scaling (--rope-scaling) holds NaN or infinity, which JSON does not allow")
+            raise LoadTestError("a rotary scaling (--rope-scaling) contains NaN or infinity, which JSON does not allow")
 
     @classmethod
     def parse(cls, text: str) -> WeightedScaling:
@@ -177,7 +177,8 @@ def read_trace(path: Path) -> list[TraceEntry]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadTestError(f"cannot read the trace {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise LoadTestError(f"cannot read the trace {path}: {reason}") from error
     entries = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -312,7 +313,7 @@ class WorkloadSpec:
             raise LoadTestError(f"the temperature must be a number, got {self.temperature:g}")
         if not _is_json_value(self.extra_body):
             raise LoadTestError(
-                "the further fields of requests (--extra-body) hold NaN or infinity, which JSON does not allow"
+                "the additional fields of requests (--extra-body) contain NaN or infinity, which JSON does not allow"
             )
         minimums = {
             "prefix_groups": 0,

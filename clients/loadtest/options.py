@@ -37,7 +37,7 @@ class TargetOptions:
     """The server to load."""
 
     url: Annotated[str, _server("--url", "URL of the server, such as http://127.0.0.1:8000, with or without /v1.")]
-    model: Annotated[str | None, _server("--model", "Model name. Default: the first of the server.")] = None
+    model: Annotated[str | None, _server("--model", "Model name. Default: the first that the server lists.")] = None
     api_key: Annotated[
         str | None,
         _server("--api-key", "API key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True),

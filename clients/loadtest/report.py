@@ -131,7 +131,7 @@ def _warnings(result: RunResult) -> list[str]:
     if given_up and not result.interrupted:
         found.append(f"{given_up:,} requests were given up on purpose: they count neither as completed nor as failed.")
     if not result.records:
-        found.append("The run holds no requests.")
+        found.append("The run contains no requests.")
     return found
 
 
@@ -211,7 +211,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         tiles.append(tile("From the cache", figures.format_number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
         limits = ", ".join(f"{name} ≤ {figures.format_setting(limit)} ms" for name, limit in result.slo.items())
-        tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"inside {limits}"))
+        tiles.insert(2, tile("Goodput", figures.format_rate(summary["goodput"]), "per s", f"within {limits}"))
     return tiles
 
 

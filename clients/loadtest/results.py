@@ -307,7 +307,7 @@ class RunResult:
         found = []
         if self.interrupted:
             found.append(
-                "the run was interrupted: the figures cover the time before, and the last requests may be missing"
+                "the run was interrupted: the figures cover the time until then, and the last requests may be missing"
             )
         if self.generator.get("limited"):
             reasons = self.generator.get("reasons")

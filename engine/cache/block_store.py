@@ -460,7 +460,7 @@ _MIN_BACKOFF, _MAX_BACKOFF = 1.0, 60.0  # seconds after a failure
 _MAX_PENDING_USES = 64  # sequences whose use is not recorded yet
 _CANNOT_STORE = "cached blocks cannot be stored"
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
-_CANNOT_REPLACE = "a block cannot be written to {}, where a directory has the name of its file"
+_CANNOT_REPLACE = "some cached blocks cannot be written to {}, where a directory has the name of a block's file"
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 

@@ -47,14 +47,14 @@ class PersistCounters(PersistStats):
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.strerror:
                 reason = error.strerror
-            _logger.warning("%s (%s): the engine continues without", what, reason)
+            _logger.warning("%s (%s): requests are still answered", what, reason)
 
     def succeed(self, what: str) -> bool:
         """Log a success after a failure; returns whether there was a failure."""
         if what not in self._reported:
             return False
         self._reported.discard(what)
-        _logger.warning("%s: this is over", what)
+        _logger.warning("resolved: %s", what)
         return True
 
     def snapshot(self, **others: int) -> PersistStats:

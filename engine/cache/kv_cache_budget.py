@@ -155,8 +155,8 @@ def plan_cache(
             "use `cache.dtype=int8`" if can_be_int8 and dtype != "int8" and size(per_sequence, "int8") <= limit else "",
         ]
         raise LoadError(
-            f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, there are {gib(budget)}, "
-            f"which hold {max_len} tokens: {' or '.join(filter(None, ways))}"
+            f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, but only {gib(budget)} are "
+            f"available, which hold {max_len} tokens: {' or '.join(filter(None, ways))}"
         )
     notice = (
         f"context shortened from {wanted} to {max_len} tokens to fit the KV cache: raise `cache.memory` or lower "
@@ -176,8 +176,8 @@ def _num_state_blocks(state_bytes: int, config: EngineConfig, budget: int, other
     fewest = MAX_STATE_BLOCKS * state_bytes
     if budget // 2 < fewest:
         raise LoadError(
-            f"the recurrent state of this model needs {gib(2 * fewest)} of KV cache in addition to keys, there are "
-            f"{gib(budget)}: raise `cache.memory`"
+            f"the recurrent state of this model needs {gib(2 * fewest)} of KV cache in addition to keys, but only "
+            f"{gib(budget)} are available: raise `cache.memory`"
         )
     limit = max(fewest, min(budget // 2, budget - others))
     proposed = config.scheduling.speculation.max_proposed_tokens
@@ -237,7 +237,7 @@ def check_tier_options(config: EngineConfig) -> None:
             )
     free, size = available_memory(), config.cache.host_memory
     if size is not None and free is not None and size > free:
-        raise LoadError(f"`cache.host_memory` is {gib(size)}, and {gib(free)} of main memory are free: lower it")
+        raise LoadError(f"`cache.host_memory` is {gib(size)}, but only {gib(free)} of main memory are free: lower it")
     if config.cache.persist is not None:
         prepare_folder(config.cache.persist)
 
@@ -284,11 +284,11 @@ def prepare_folder(name: str) -> Path:
         raise LoadError(f"`cache.persist={name}` is a file: give a folder") from None
     except OSError as error:
         raise LoadError(
-            f"`cache.persist={name}` cannot be written to ({error.strerror or error}): give a folder of this user's"
+            f"`cache.persist={name}` cannot be written to ({error.strerror or error}): give a folder that this user can write to"
         ) from None
     if mode & _OTHERS_MAY_WRITE and os.name == "posix":
         raise LoadError(
-            f"`cache.persist={name}` may be written to by other users, who could plant what is answered from it: "
-            f"chmod 700 {name}, or give a new folder in it"
+            f"`cache.persist={name}` is writable for other users, who could store false keys and values there: "
+            f"run chmod 700 {name}, or give a new folder inside it"
         )
     return path

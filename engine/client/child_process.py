@@ -175,7 +175,9 @@ class ChildSpawner:
             try:
                 self.standby = ChildProcess(self._core, self._log_level, preload=preload, process_placement=placement)
             except OSError as error:
-                _logger.warning("no standby process for an engine: %s", error)
+                _logger.warning(
+                    "a standby engine process cannot be started (%s): a restart of the engine takes longer", error
+                )
 
     def drop(self, *, reap: bool = False) -> None:
         """End the standby child. reap: see `ChildProcess.kill`."""

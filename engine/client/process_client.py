@@ -249,7 +249,7 @@ class ProcessClient(SupervisedClient):
                 )
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
-            _logger.error("%s; starting another in %.2g s%s", reason, pause, report_note)
+            _logger.error("%s; the engine restarts in %.2g s%s", reason, pause, report_note)
             if await self._wait_closing(pause):
                 return
             self._child.release()
@@ -264,7 +264,9 @@ class ProcessClient(SupervisedClient):
         try:
             return self._spawner.spawn()
         except OSError as error:
-            _logger.error("no process for another engine: %s; trying again", error)
+            _logger.error(
+                "a new engine process cannot be started: %s; the next attempt is in %g s", error, NO_PROCESS_SECONDS
+            )
             return None
 
     async def _wait_closing(self, seconds: float) -> bool:
@@ -293,8 +295,8 @@ class ProcessClient(SupervisedClient):
                         for message in frames.feed(data):
                             self._receive(message)
             except Exception as error:  # messages are not read any more, so the engine must be replaced
-                _logger.exception("a message of the engine could not be processed")
-                self._reported = f"a message of the engine could not be processed ({error!r}); it was killed"
+                _logger.exception("a message from the engine could not be processed; the engine restarts")
+                self._reported = f"a message from the engine could not be processed ({error!r}); its process was killed"
                 child.process.kill()
             loaded = self.state == "ready"
             self._on_engine_exit()
@@ -322,7 +324,7 @@ class ProcessClient(SupervisedClient):
         if reason is None:  # a child of the engine may hold the socket open; first read the engine's last messages
             asyncio.get_running_loop().call_later(0.5, writer.transport.abort)
             return
-        self._reported = f"{reason}; it was killed"
+        self._reported = f"{reason}; its process was killed"
         if not watchdog.activity.stopped:
             await wait_for_stacks(child, STACK_SECONDS)
         child.process.kill()
@@ -372,8 +374,8 @@ class ProcessClient(SupervisedClient):
                 begun=last is None or recorded_request_id(request_id) in last,
             )
         )
-        self._adapters.fail_all("the engine process ended while it loaded this adapter")
-        self._inspections.fail_all("the engine process ended before it answered; ask again")
+        self._adapters.fail_all("the engine process ended while loading this adapter")
+        self._inspections.fail_all("the engine process ended before it answered: try again")
         self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:

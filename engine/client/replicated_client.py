@@ -364,7 +364,9 @@ class ReplicatedClient(SupervisedClient):
                 if (problem := await replica.prepare(self._adapters)) is not None:
                     _logger.error("replica %d: %s", replica.number, problem)
             if state == "failed" and self.state != "failed":
-                _logger.error("replica %d was given up, the others continue: %s", replica.number, client.failure)
+                _logger.error(
+                    "replica %d has failed permanently; the other replicas continue: %s", replica.number, client.failure
+                )
             self._notify()
             if client.state == state:
                 await client.wait_state(*_STATES - {state})

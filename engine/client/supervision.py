@@ -161,9 +161,9 @@ class Watchdog:
             stopped = stopped + tick if stopped_before and self.activity.stopped and self.activity.inactive else 0.0
             stopped_before = self.activity.stopped
             if stopped >= STOPPED_SECONDS:
-                return f"the engine was stopped by a signal for {stopped:g} seconds with requests to answer"
+                return f"the engine was stopped by a signal for {stopped:g} seconds while requests were in progress"
             if inactive >= INACTIVE_SECONDS:
-                return f"the engine did nothing for {inactive:g} seconds with requests to answer"
+                return f"the engine was idle for {inactive:g} seconds although requests were in progress"
             limit = self._silence_limit(used - used_before)
             if self._silent_seconds >= limit:
                 return f"no step of the engine finished for {limit:g} seconds"
@@ -250,7 +250,7 @@ class CrashReports:
             path = await asyncio.wait_for(asyncio.to_thread(_write, self._folder, report), WRITE_SECONDS)
         except Exception as error:  # for example, no thread can be started: restarting the engine matters more
             cause = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
-            _logger.warning("no crash report in %s: %s", self._folder, cause)
+            _logger.warning("no crash report could be written to %s: %s", self._folder, cause)
             return ""
         self.last = path
         return f"; crash report: {path}"

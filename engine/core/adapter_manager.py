@@ -54,14 +54,16 @@ class AdapterManager:
                 self.loaded.add(self._read(source))
             except RequestError as error:
                 if not source.required:
-                    _logger.error("adapter %s is gone: %s", source.name, error.message)
+                    _logger.error(
+                        "adapter %s could not be loaded again after the restart: %s", source.name, error.message
+                    )
                     continue
                 raise LoadError(f"`adapters.sources={source.name}={source.path}`: {error.message}") from None
 
     def check(self, adapter_id: int | None) -> None:
         """Raises RequestError for an adapter that requests cannot use."""
         if adapter_id is not None and (adapter_id not in self.loaded or adapter_id in self._unloading):
-            raise RequestError("the adapter is not loaded (any more)", "model", "model_not_found")
+            raise RequestError("the adapter is not loaded: it may have been unloaded", "model", "model_not_found")
 
     def read_in_background(self, source: AdapterSource) -> Future[Adapter]:
         """Read and check an adapter, one at a time. The future may fail with RequestError or DeviceMemoryError."""

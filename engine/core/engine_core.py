@@ -128,8 +128,8 @@ class EngineCore:
         self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.is_enabled:
             raise RequestError(
-                "cache_reuse: this server is deterministic, and reused keys depend on the text before a passage when it was "
-                "computed: leave it out",
+                "cache_reuse is not available on a deterministic server, as reused keys depend on the text that preceded a "
+                "passage when it was computed: leave it out",
                 "cache_reuse",
                 "unsupported_value",
             )
@@ -229,7 +229,7 @@ class EngineCore:
         """Answer a query. Raises RequestError and DeviceMemoryError."""
         if self._rank_group is not None and isinstance(query, AttentionQuery):
             raise RequestError(
-                "attention is not shown for a model that is split over ranks: start without `compute.tensor_parallel`",
+                "attention maps are not available for a model that is split over ranks: start without `compute.tensor_parallel`",
                 "prompt",
                 "unsupported_value",
             )
@@ -328,7 +328,9 @@ class GrammarQueue:
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
         if len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are already waiting for their grammars: try again later"
+            )
         self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar, request.caller))
 
     def drop(self, request_id: str) -> None:

@@ -96,7 +96,7 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
         if not is_out_of_memory(error):
             raise
         raise LoadError(
-            f"a step of {tokens} tokens needs more memory than {decoder.device} has next to {weights} of weights, "
+            f"a step of {tokens} tokens needs more memory than {decoder.device} has in addition to {weights} of weights: "
             f"{gib(memory.free())} of {gib(memory.total)} are free: lower {lower}"
         ) from None
     finally:
@@ -112,7 +112,7 @@ def profile_kv_memory(config: EngineConfig, model: LoadedModel, draft: LoadedMod
         raise LoadError(
             f"no memory is left for the KV cache: {share:.0%} of the {gib(memory.total)} of {decoder.device} may be used, "
             f"{gib(memory.free())} are free, this engine has taken {gib(memory.used_by_process())} and a step needs "
-            f"{gib(step)}: raise `cache.device_share`, lower {lower}, or free some of the device"
+            f"{gib(step)}: raise `cache.device_share`, lower {lower}, or free memory on the device"
         )
     return available
 
@@ -167,5 +167,5 @@ def allocate_kv_cache(config: EngineConfig, model: LoadedModel, owner: LoadedMod
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        limit = f"more than {decoder.device} has next to {gib(decoder.weight_bytes())} of weights"
+        limit = f"more than {decoder.device} has in addition to {gib(decoder.weight_bytes())} of weights"
         raise LoadError(kv_cache_too_large(limit, plan.num_bytes, dtype_name(model.cache_dtype))) from None

@@ -53,7 +53,7 @@ def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Sche
         runner.graphs.rows.record_end()  # work submitted before the failure still runs
     _release_device_memory(runner)
     pause = scheduler.async_scheduling.cancel_step(plan, has_changed_states=runner.has_changed_states)
-    _logger.warning("no memory for an async step: the next %d steps run synchronously", pause)
+    _logger.warning("the device had no memory for an async step: the next %d steps run synchronously", pause)
     return None
 
 
@@ -118,5 +118,5 @@ def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOut
 def _fail(seq: Sequence, scheduler: Scheduler, error: str, purpose: str) -> list[RequestOutput]:
     request_id = seq.request.request_id
     extra = {"request_id": request_id}
-    _logger.warning("request %s fails: no memory on the device %s", request_id, purpose, extra=extra)
+    _logger.warning("request %s failed: the device has no memory %s", request_id, purpose, extra=extra)
     return scheduler.fail(request_id, DeviceMemoryError(error))

@@ -151,7 +151,7 @@ class RankProcesses:
             return answer
         if isinstance(answer, messages.LoadFailed):
             raise LoadError(answer.message)
-        raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
+        raise LoadError(f"rank {other.rank} ended while loading: {other.describe_end()}")
 
     def _read(self, other: _RankHandle) -> None:
         while True:

@@ -58,7 +58,7 @@ def snapshot_attention(runner: SingleSequenceRunner, question: AttentionQuery, p
     tokens, head = len(question.token_ids), question.head
     if not 2 <= tokens <= MAX_ATTENTION_TOKENS:
         raise RequestError(
-            f"{tokens} tokens: attention is shown of texts of 2 to {MAX_ATTENTION_TOKENS} tokens",
+            f"attention maps are available for texts of 2 to {MAX_ATTENTION_TOKENS} tokens, got {tokens}",
             "prompt",
             "prompt_too_long",
         )

@@ -116,7 +116,7 @@ class LazyGraphs(Generic[T]):
             self._captured[key] = self._capture(key)
         except RuntimeError as error:
             self.obstacle = _capture_failure(key, error)
-            _logger.warning("%s; no further steps with ranges or adapters are captured", self.obstacle)
+            _logger.warning("%s; further steps with ranges or adapters run without CUDA graphs", self.obstacle)
 
     def _is_due(self, wanted: GraphKey) -> bool:
         if self.obstacle is not None or wanted.rows * wanted.ranges > MAX_RANGE_CELLS:
@@ -200,7 +200,8 @@ class DecodeGraphs:
                 break
         self._captured = dict(sorted(self._captured.items()))
         if self.obstacle is not None:
-            _logger.warning("%s; those of %s rows were", self.obstacle, ", ".join(map(str, self._captured)) or "no")
+            sizes_captured = ", ".join(map(str, self._captured)) or "no"
+            _logger.warning("%s; only steps of %s rows use CUDA graphs", self.obstacle, sizes_captured)
         for size in sizes if self._adapters and self.obstacle is None else ():
             if time.monotonic() - started <= max_seconds:
                 self.lazy_graphs.capture(GraphKey(size, adapted=True))

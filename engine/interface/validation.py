@@ -41,7 +41,9 @@ def validate_task(request: EngineRequest, info: ModelInfo) -> None:
         if classifier is not None:
             instead = "/pooling" if classifier.per_token else "/classify, /v1/score or /v1/rerank"
         raise RequestError(
-            f"this model is a {info.architecture}, which generates nothing: use {instead}", "model", "no_generation"
+            f"this model is a {info.architecture}, which does not generate text: use {instead}",
+            "model",
+            "no_generation",
         )
     if kind not in ("classify", "classify tokens"):
         return
@@ -98,7 +100,9 @@ def _check_reuse(reuse: NonPrefixReuseParams, num_prompt_tokens: int) -> None:
             "cache_reuse_recompute",
         )
     if len(reuse.passages) > MAX_PASSAGES:
-        raise RequestError(f"passages has {len(reuse.passages)} entries, at most {MAX_PASSAGES} are taken", "passages")
+        raise RequestError(
+            f"passages has {len(reuse.passages)} entries, at most {MAX_PASSAGES} are allowed", "passages"
+        )
     previous_end = 0
     for start, end in sorted(reuse.passages):
         if not previous_end <= start < end <= num_prompt_tokens:
@@ -154,7 +158,7 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         _check_ids("bad_words", word, vocab_size)
     if s.grammar is not None and len(s.grammar) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
-            f"the grammar has {len(s.grammar)} characters, at most {MAX_GRAMMAR_CHARACTERS} are compiled", "grammar"
+            f"the grammar has {len(s.grammar)} characters, at most {MAX_GRAMMAR_CHARACTERS} are allowed", "grammar"
         )
     if s.allowed_token_ids is not None:
         _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)

@@ -85,7 +85,7 @@ class RopeScaling:
                 raise invalid(f"{param}.{name}", "must be flat, without group names inside")
             groups.append((name, inner))
         if not groups:
-            raise invalid(param, "names groups but gives none an object")
+            raise invalid(param, "names rotary groups, but gives no object for any of them")
         return cls(NESTED, (), tuple(groups))
 
     def to_dict(self) -> dict[str, Any]:
@@ -303,12 +303,10 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     if base.inv_freq is not None and scaling.rope_type == "dual_chunk" and scaling.get("factor") is not None:
         raise invalid(
             f"{param}.factor",
-            "asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
+            "asks for YaRN, which needs a base, but this model's frequencies are learned: leave it out",
         )
     if base.inv_freq is not None and scaling.get("rope_theta") is not None:
-        raise invalid(
-            f"{param}.rope_theta", "has nothing to change: this model's frequencies are learned: leave it out"
-        )
+        raise invalid(f"{param}.rope_theta", "has no effect, as this model's frequencies are learned: leave it out")
 
 
 def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:

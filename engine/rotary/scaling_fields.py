@@ -208,7 +208,7 @@ def _sections(value: Any, param: str) -> tuple[float, ...]:
         raise invalid(param, f"must be a list of pair counts, got {format_value(value)}")
     counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
     if any(count != int(count) or count < 0 for count in counts):
-        raise invalid(param, "must hold whole numbers of pairs, not negative")
+        raise invalid(param, "must contain whole numbers of pairs that are not negative")
     return tuple(int(count) for count in counts)
 
 

@@ -138,7 +138,7 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
         self._validate(request, rotation)
         if self.num_waiting >= self.config.max_waiting:
-            raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
+            raise QueueFullError(f"{self.num_waiting} requests are already waiting: try again later")
         self.check_waiting_tokens(request, other_waiting_tokens)
         self._queues.queue(self._requests.add(request, rotation, self._clock(), retained))
 
@@ -146,7 +146,7 @@ class Scheduler:
         """Raise QueueFullError if waiting requests, here and elsewhere, have too many tokens to add this one."""
         tokens = other_waiting_tokens + sum(seq.num_tokens for seq in self._queues.waiting)
         if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
-            raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
+            raise QueueFullError(f"requests with {tokens:,} prompt tokens are already waiting: try again later")
 
     def _validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
@@ -181,7 +181,7 @@ class Scheduler:
             if need > pool.num_blocks:
                 raise RequestError(
                     f"{longest} tokens of prompt and output need {need} KV blocks{why} and the cache has {pool.num_blocks}: "
-                    f"lower max_tokens, shorten the prompt, {remedy}or give the server more memory for KV pages",
+                    f"lower max_tokens, shorten the prompt, {remedy}or give the server a larger KV cache",
                     "max_tokens",
                     "kv_cache_exceeded",
                 )

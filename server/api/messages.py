@@ -181,7 +181,7 @@ def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
             made.append(ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=text))
         else:
             raise bad_request(
-                f"a message of the {message.role} holds no block of type {block.type!r}",
+                f"a message of the {message.role} cannot contain a block of type {block.type!r}",
                 f"messages[{number}].content[{place}].type",
             )
     if texts or not made:

@@ -223,11 +223,11 @@ def reload_keys_on_sighup(
         try:
             found = read_key_file(path)
         except LoadError as error:
-            _logger.error("%s; the callers are unchanged", error)
+            _logger.error("%s; the previous keys remain valid", error)
             return
         listed = (key if isinstance(key, ApiKey) else ApiKey.plain(key) for key in found)
         callers.replace((*map(ApiKey.plain, plain), *listed))
-        _logger.warning("--api-key-file %s was read again: %d keys", path, len(found))
+        _logger.warning("--api-key-file %s was read again: %d keys are valid", path, len(found))
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     if sighup_received():

@@ -148,7 +148,7 @@ async def _read(request: Request, stall_seconds: float) -> bytearray:
         ) from None
     except ClientDisconnect:
         # No client is left to read the response; 400 keeps it out of the server's error counts.
-        raise bad_request("the client went away while sending the body", code="client_disconnected") from None
+        raise bad_request("the client disconnected while sending the body", code="client_disconnected") from None
 
 
 def _refuse_structure(raw: bytes | bytearray) -> None:

@@ -99,7 +99,7 @@ class SerialExecutor:
         if len(self._waiting) >= MAX_WAITING:
             raise ApiError(
                 429,
-                f"{MAX_WAITING} such requests are waiting already",
+                f"{MAX_WAITING} such requests are already waiting: try again later",
                 type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
@@ -321,4 +321,6 @@ def loaded_model(state: ServerState) -> ModelInfo:
 def require_admin(request: Request) -> None:
     """Raise ApiError 403 unless the request's key is an administrator's."""
     if not state_of(request).callers.is_admin(owner_of(request)):
-        raise ApiError(403, "this key may not do that: use one with admin = true", code="not_an_administrator")
+        raise ApiError(
+            403, "this needs the key of an administrator: use one with admin = true", code="not_an_administrator"
+        )

@@ -17,7 +17,7 @@ from windlass.clients import APIStatusError, Client, NotFoundError
 from windlass.clients.options import CallOptions, ChatOptions
 from windlass.clients.terminal import CommandError, print_status
 from windlass.clients.types import ContextUse, Rotary
-from windlass.engine.errors import EngineError, RequestError, did_you_mean
+from windlass.engine.errors import EngineError, RequestError, did_you_mean, with_place
 from windlass.engine.rotary.scaling_text import names_kind, parse_scaling, read_value, split_words
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
@@ -244,8 +244,8 @@ class ChatCommands:
             wanted = _parse_rope(rest)
             self._check(wanted)
             self._dialogue.rope = wanted
-        asked = self._dialogue.rope
-        lines = [f"next answers: {'under the server’s own scaling' if asked is None else show_scaling(asked)}"]
+        asked, the_servers = self._dialogue.rope, "under the server's own scaling"
+        lines = [f"next answers: {the_servers if asked is None else show_scaling(asked)}"]
         if not rest and self.last is not None:
             lines.append(f"last answer: {show_rotary(self.last)}, policy {self.last.policy}")
         return _lines_result(*lines)
@@ -283,7 +283,7 @@ class ChatCommands:
                 params.pop(_CONTEXT_FIELDS[name], None)
         self._dialogue.params = _validate_params(params)
         shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
-        lines = [f"next answers: {shown or 'the server’s default'}"]
+        lines = ["next answers: " + (shown or "the server's default")]
         if not rest and self.last is not None:
             lines.append(f"last answer: {show_context(self.last.context) or 'the entire chat'}")
         return _lines_result(*lines)
@@ -306,7 +306,7 @@ class ChatCommands:
         merged = {**self._dialogue.params, **given}
         self._dialogue.params = _validate_params({name: value for name, value in merged.items() if value is not None})
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
-        return _lines_result(f"next requests: {shown or 'the server’s defaults'}")
+        return _lines_result("next requests: " + (shown or "the server's defaults"))
 
     def _new(self, rest: str) -> CommandResult:
         self._dialogue.exchanges.clear()
@@ -427,7 +427,7 @@ def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOp
             with server.client(retry=RetryPolicy(max_retries=0)) as client:
                 return ChatLoop(console, dialogue, client, None, server).run()
         except APIError as error:
-            raise EngineError(f"{server.url}: {_one_line(error)}") from error
+            raise EngineError(with_place(server.url, _one_line(error))) from error
 
 
 def chat_remote(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
@@ -440,9 +440,9 @@ def chat_remote(url: str, api_key: str | None, model: str | None, system: str | 
         with Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client:
             return ChatLoop(console, Dialogue(system=system), client, model, None).run()
     except APIError as error:
-        raise EngineError(f"{url}: {with_key_hint(error)}") from error
+        raise EngineError(with_place(url, with_key_hint(error))) from error
     except ValueError as error:
-        raise EngineError(f"{url}: {_one_line(error)}") from error
+        raise EngineError(with_place(url, _one_line(error))) from error
 
 
 @dataclass(slots=True)

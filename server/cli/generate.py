@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
 from windlass.clients.terminal import LoadingDisplay, print_status
-from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.engine.errors import EngineError, LoadError, RequestError, with_place
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.cli.help import with_key_hint
 from windlass.server.cli.parameters import GenerateOptions
@@ -50,7 +50,8 @@ def check_request(request: GenerateOptions) -> CompletionRequest:
         return parse_body(json.dumps({"prompt": "", **_fields(request)}).encode(), CompletionRequest)
     except ApiError as error:
         name = (error.param or "").partition("[")[0]
-        raise LoadError(f"--{name.replace('_', '-')}: {error.message}") from None
+        flag, rest = f"--{name.replace('_', '-')}", error.message.removeprefix(name)
+        raise LoadError(f"{flag}: {rest}" if rest == error.message else flag + rest) from None
 
 
 def generate_locally(
@@ -186,7 +187,7 @@ def generate_remote(
     except APIConnectionError as error:
         raise EngineError(error.message) from error
     except (APIError, ValueError) as error:
-        raise EngineError(f"{url}: {error}") from error
+        raise EngineError(with_place(url, error)) from error
     finally:
         end_line()
     if request.stats:

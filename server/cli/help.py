@@ -35,14 +35,18 @@ class BriefHelp(TyperCommand):
         rare, named, epilog = [], [], self.epilog
         if ctx.meta.get(_HELP_ALL):
             variables = ", ".join(str(each.envvar) for each in without_flag)
-            self.epilog = f"Variables without an option: {variables}. docs/reference/options.md describes them."
+            self.epilog = (
+                f"Environment variables without an option: {variables}. docs/reference/options.md describes them."
+            )
         else:
             panels = [
                 each for each in self.params if getattr(each, "rich_help_panel", None) and each not in without_flag
             ]
             rare = [each for each in panels if each.name not in COMMON_OPTIONS]
             named = [each for each in self.params if getattr(each, "show_envvar", False)]
-            self.epilog = f"--help-all shows {len(rare)} more, and the variable of each, such as WINDLASS_PORT."
+            self.epilog = (
+                f"--help-all shows {len(rare)} more, and the environment variable of each, such as WINDLASS_DTYPE."
+            )
         try:
             for parameter in rare:
                 parameter.hidden = True  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ def program(
     if context.invoked_subcommand != "rope":  # its sweeps have an option that other commands lost
         check_variables(os.environ)
     for name, near in misspelled_variables(context.command, os.environ):
-        print_status(f"warning: the variable {name} has no effect: did you mean {near}?")
+        print_status(f"warning: the environment variable {name} has no effect: did you mean {near}?")
 
 
 @app.command(cls=BriefHelp)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from windlass.clients.terminal import PROGRESS_VARIABLE, LoadingDisplay
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import EngineError, with_place
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option import options_of, to_arguments
 from windlass.server.config.server_options import OPTIONS, SamplingOptions
@@ -92,7 +92,7 @@ class ManagedServer:
                     except APIConnectionError:
                         pass
                     except APIError as error:  # waiting does not help
-                        raise EngineError(" ".join(f"{self.url}: {error.message}".split())) from error
+                        raise EngineError(" ".join(with_place(self.url, error.message).split())) from error
                     self._check()
                     time.sleep(_POLL_SECONDS)
         finally:

@@ -50,8 +50,8 @@ def pull_named(name: str) -> None:
     model = KNOWN.get(name)
     if model is None:
         raise LoadError(
-            f"no model is known as {name!r}{did_you_mean(name, list(KNOWN))}: `windlass models` lists those that are; a model "
-            "of the Hugging Face hub is downloaded by `windlass serve`"
+            f"there is no model {name!r}{did_you_mean(name, list(KNOWN))}: `windlass models` lists the names; a model of the "
+            "Hugging Face hub is downloaded by `windlass serve`"
         )
     if model.file is None:
         print_status(f"{name} is part of this installation: {bundled_model()}")
@@ -80,7 +80,7 @@ def list_models(as_json: bool) -> None:
     missing = [model.name for model in listed if not model.here]
     if missing:
         print_status(
-            f"`windlass pull {missing[0]}` downloads a missing model; `windlass serve` and `windlass chat` do so too"
+            f"`windlass pull {missing[0]}` downloads a model; `windlass serve` and `windlass chat` also download a missing one"
         )
 
 

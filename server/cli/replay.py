@@ -26,7 +26,7 @@ from windlass.clients.loadtest.workload import WORDS
 from windlass.clients.sse import SSEDecoder
 from windlass.clients.streams import drain_response_async
 from windlass.clients.terminal import CommandError, print_status, stop_on_signals
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, with_place
 from windlass.engine.interface.model_info import PoolingKind
 from windlass.server.cli.help import with_key_hint
 from windlass.server.cli.managed_server import managed_server
@@ -134,7 +134,7 @@ def read_recording(path: Path) -> RecordedWorkload:
             request.line, request.of = number, head
             requests.append(request)
     if head is None or not requests:
-        raise CommandError(f"{path} holds no requests")
+        raise CommandError(f"{path} contains no requests")
     return RecordedWorkload(head, sorted(requests, key=lambda request: request.at))
 
 
@@ -505,12 +505,12 @@ def report_lines(recording: RecordedWorkload, replayed: ReplayRun) -> Iterator[s
         return
     different = [each for each in compared if not each.equal]
     yield from _limited_lines([each for each in different if not each.error], _difference)
-    yield f"{len(compared):,} compared: {len(compared) - len(different):,} equal to the last token, {len(different):,} not"
+    yield f"{len(compared):,} compared: {len(compared) - len(different):,} identical, {len(different):,} different"
     now, then = _fingerprint(replayed), recording.head.fingerprint
     if different and now and then and now != then:
         yield f"this server has another model or other settings: its fingerprint is {now}, the recorded one was {then}"
     elif different and not recording.head.deterministic:
-        yield "the recorded server ran without --deterministic: answers may depend on other requests"
+        yield "the recorded server ran without --deterministic: answers may depend on the requests that ran at the same time"
 
 
 def _difference(each: ReplayResult) -> str:
@@ -590,7 +590,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
             client.models()  # report a wrong address or key once, not for every request
             replayed, stopped_by = _run(recording, client, url, api_key, pace)
     except APIError as error:
-        raise CommandError(f"{url}: {with_key_hint(error)}") from error
+        raise CommandError(with_place(url, with_key_hint(error))) from error
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     if as_json:

@@ -35,7 +35,7 @@ class SharedSweepOptions:
             "--text",
             metavar="FILE",
             help="UTF-8 text the model was not trained on, or a directory of *.txt; repeatable. With --tasks: documents are "
-            "cut from it. Default there: generated prose.",
+            "cut from it, by default from generated prose.",
         ),
     ] = None
     trained_len: Annotated[
@@ -78,7 +78,7 @@ class SharedSweepOptions:
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
     ] = None
-    device: Annotated[str, variable_option("--device", help="cpu, cuda, cuda:1 or auto.")] = "auto"
+    device: Annotated[str, variable_option("--device", help="Device: cpu, cuda, cuda:1 or auto.")] = "auto"
     dtype: Annotated[str, variable_option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
         str, variable_option("--kv-cache-dtype", help="Type of cached keys and values: as --dtype, or int8.")
@@ -153,7 +153,7 @@ class PerplexityOptions:
         """Raise LoadError if any is given."""
         for name in _given(self):
             raise LoadError(
-                f"{_option_name(name)} is for perplexity, not for --tasks, which has --lengths and --documents"
+                f"{_option_name(name)} applies to perplexity, not to --tasks: use --lengths and --documents there"
             )
 
 
@@ -289,7 +289,7 @@ def picture(
             help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: the default model.",
         ),
     ] = None,
-    theta: Annotated[float | None, typer.Option("--theta", help="Instead of a model: the base.")] = None,
+    theta: Annotated[float | None, typer.Option("--theta", help="Instead of a model: the base (theta).")] = None,
     dim: Annotated[int | None, typer.Option("--dim", help="Instead of a model: rotated dimensions of a head.")] = None,
     trained_len: Annotated[
         int | None, typer.Option("--trained-len", help="Instead of a model: the trained length in tokens.")
@@ -311,15 +311,15 @@ def picture(
     learned: Annotated[
         Path | None,
         typer.Option(
-            "--learned", metavar="PATH", help="encodings: a checkpoint with learned positions, such as GPT-2."
+            "--learned", metavar="PATH", help="For encodings: a checkpoint with learned positions, such as GPT-2."
         ),
     ] = None,
-    layer: Annotated[int, typer.Option("--layer", help="attention: index of the layer.")] = 0,
+    layer: Annotated[int, typer.Option("--layer", help="For attention: index of the layer.")] = 0,
     head: Annotated[
         list[int] | None,
-        typer.Option("--head", help="attention: index of a head; repeatable. Default: three that differ."),
+        typer.Option("--head", help="For attention: index of a head; repeatable. Default: three that differ."),
     ] = None,
-    text: Annotated[str | None, typer.Option("--text", help="attention: the text.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="For attention: the text.")] = None,
 ) -> None:
     """Draw a picture that explains rotary embeddings, of any model or parameters."""
     if kind not in PICTURE_KINDS:
@@ -382,7 +382,7 @@ def conform(
         typer.Option("--far-len", min=256, help="Length in tokens of the texts that check the precision of angles."),
     ] = 100_000,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0, help="Difference in nats that counts as rounding.")
+        float, typer.Option("--tolerance", min=0, help="Largest difference, in nats, that counts as rounding.")
     ] = 0.05,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one request, in seconds.")] = 300,
     time_limit: Annotated[
@@ -396,7 +396,7 @@ def conform(
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", help="Random seed of the texts. Default: another for each run, so that no text is cached."
+            "--seed", help="Random seed of the texts. Default: a new one for each run, so that no text is cached."
         ),
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,

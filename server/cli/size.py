@@ -30,7 +30,7 @@ def print_size(model: str | None, engine: EngineOptions, replicas: int, free: in
     else:
         print("\n".join(_lines(name, sized, config.cache.block_size, replicas)))
     if sized.refusal is not None:
-        raise LoadError(f"it does not fit: {sized.refusal}")
+        raise LoadError(f"the model does not fit: {sized.refusal}")
 
 
 def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[str]:
@@ -48,13 +48,13 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
     if sized.refusal is None:
         lines += memory_lines(sized)
     lines.append(
-        f"  a token   {size(sized.kv_bytes_per_token)} of cache, a block of {block_size}: "
+        f"  per token {size(sized.kv_bytes_per_token)} of cache; a block of {block_size} tokens: "
         f"{size(sized.kv_bytes_per_token * block_size)}"
     )
     lines += [f"  note: {with_option_names(notice)}" for notice in sized.notices]
     length = sized.max_model_len or sized.trained_len
     lines += ["", *_table("--quantization", "weights", sized.weights, length)]
-    lines += ["", *_table("--kv-cache-dtype", "a token", sized.caches, length)]
+    lines += ["", *_table("--kv-cache-dtype", "per token", sized.caches, length)]
     return lines
 
 

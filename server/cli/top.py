@@ -21,6 +21,7 @@ from rich.text import Text
 from windlass.clients import APIError, APIStatusError, Client, RateLimitError, RetryPolicy, ServerError
 from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
 from windlass.clients.types import Metrics
+from windlass.engine.errors import with_place
 from windlass.server.cli.help import with_key_hint
 
 _PREFIX = "windlass_"
@@ -322,7 +323,7 @@ def _cache(interval_stats: IntervalStats) -> str:
     if not interval_stats.blocks or interval_stats.blocks_used is None:
         return f"{interval_stats.cache_usage:.0%} in use"
     blocks = f"{_count(interval_stats.blocks_used)} of {_count(interval_stats.blocks)} blocks in use"
-    return f"{blocks}, {interval_stats.cache_usage:.0%} of the fullest kind"
+    return f"{blocks}, {interval_stats.cache_usage:.0%} of the fullest KV group"
 
 
 def _latency(values: tuple[float, ...] | None) -> str:
@@ -395,7 +396,7 @@ def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json
         discard_output()
         return 0
     except APIError as error:
-        raise CommandError(f"{url}: {_describe_error(error)}") from error
+        raise CommandError(with_place(url, _describe_error(error))) from error
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     return 0
@@ -412,7 +413,7 @@ def _write(watched: MetricsWatcher, url: str, interval: float, *, once: bool, as
             if once or not _is_temporary(error):
                 raise
             if not silent:
-                print_status(f"{url}: {_describe_error(error)} (retrying)")
+                print_status(f"{with_place(url, _describe_error(error))} (retrying)")
             silent = True
             continue
         silent = False

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are a separate package
 
-from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.errors import LoadError, did_you_mean, reason_of
 from windlass.server.config.migration_hints import foreign_option_hint, moved_option_hint
 from windlass.server.config.option import OptionError
 from windlass.server.config.server_options import OPTIONS
@@ -73,7 +73,7 @@ def _entries(path: Path) -> Iterator[tuple[int, str, Any]]:
             raise LoadError(f"--config {path} is larger than {MAX_BYTES} bytes")
         root = yaml.compose(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read --config {path}: {error}") from None
+        raise LoadError(f"cannot read --config {path}: {reason_of(error)}") from None
     except yaml.YAMLError as error:
         raise LoadError(f"{_location(path, error)}: this is not valid YAML ({_reason(error)})") from None
     except RecursionError:

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.errors import LoadError, did_you_mean, reason_of
 from windlass.engine.host_resources import split_cores
 from windlass.engine.interface.config import MAX_BURST_SECONDS, EngineConfig, Quantization, parse_cache_dtype
 from windlass.engine.interface.model_info import AdapterSource
@@ -89,7 +89,7 @@ class EngineOptions:
         text(metavar="DEVICE"),
         default="auto",
         sets="compute.device",
-        help="cpu, cuda, cuda:1 or auto.",
+        help="Device: cpu, cuda, cuda:1 or auto.",
     )
     dtype: str = Panel.MODEL.option(
         number_type(),
@@ -440,7 +440,9 @@ class EngineOptions:
                 directory = Path(path).expanduser().absolute()
                 is_directory = directory.is_dir()
             except (OSError, RuntimeError, ValueError) as error:
-                raise LoadError(f"`lora` {name}: {error}: give a directory") from None
+                raise LoadError(
+                    f"`lora` {name}: {path} cannot be used ({reason_of(error)}): give a directory"
+                ) from None
             if not is_directory:
                 raise LoadError(f"`lora` {name}: {path} is not a directory: give one with PEFT's files")
             found[name] = AdapterSource(len(found) + 1, name, str(directory))

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
-from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.errors import LoadError, did_you_mean, reason_of
 from windlass.engine.interface.config import parse_dtype, parse_size
 
 # How an option is set, apart from its environment variable: on the command line and in the configuration file, in the
@@ -349,7 +349,7 @@ def folder(words: str, *allowed: str, aliases: Mapping[str, str] | None = None) 
             found = Path(given).expanduser().absolute()
             is_other = found.exists() and not found.is_dir()
         except (OSError, RuntimeError) as error:
-            raise UnusableValue(f"{given!r}: {error}: give {words}") from None
+            raise UnusableValue(f"{given!r} cannot be used ({reason_of(error)}): give {words}") from None
         if is_other:
             raise UnusableValue(f"{given!r} is a file: give {words}")
         return str(found)
@@ -366,7 +366,7 @@ def number_type(parse: Callable[[str], str] = parse_dtype) -> Kind:
         try:
             return parse(value)
         except LoadError as error:
-            raise UnusableValue(f"has {error}") from None
+            raise UnusableValue(f"names an {error}") from None
 
     return Kind(form="the name of a number type", read=read, metavar="DTYPE")
 
@@ -417,7 +417,7 @@ def read_template_file(name: str, path: Path) -> str:
             raise LoadError(f"`{name}={path}` is larger than {MAX_TEMPLATE_BYTES} bytes")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read `{name}={path}`: {error}") from None
+        raise LoadError(f"cannot read `{name}={path}`: {reason_of(error)}") from None
 
 
 def to_arguments(given: Any) -> list[str]:

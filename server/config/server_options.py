@@ -237,7 +237,7 @@ class ServerOptions(SamplingOptions):
         texts("NAME"),
         default=None,
         main=True,
-        help="Model id in the API; repeatable or comma-separated. Responses have the first. *: requests may use any name. "
+        help="Model id in the API; repeatable or comma-separated. Responses use the first. *: requests may use any name. "
         "Default: the name of the model's directory.",
     )
     chat_template: Path | None = Panel.ANSWERS.option(
@@ -292,7 +292,7 @@ class ServerOptions(SamplingOptions):
     attention_maps: bool = Panel.ACCESS.option(
         SWITCH,
         default=False,
-        help="Serve /v1/attention, for which other requests wait. With named keys, for administrators only.",
+        help="Serve /v1/attention. Other requests wait for each map. With named keys, only for administrators.",
     )
     cors_origin: list[str] | None = Panel.ACCESS.option(
         texts("ORIGIN"),
@@ -665,7 +665,7 @@ class ClusterOptions:
     listener: str = Panel.CLUSTER.option(
         choice("ingress", "proxy"),
         default="ingress",
-        help="What accepts connections at --host and --port of the head's machine: the server itself (ingress), or Ray's "
+        help="What accepts connections at --host and --port of the head node: the server itself (ingress), or Ray's "
         "proxy.",
     )
     target_requests: int = Panel.CLUSTER.option(

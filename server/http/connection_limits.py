@@ -264,8 +264,8 @@ class ConnectionRegistry:
         limits, client = self._settings, client_network(address)
         if self._counts[client] >= limits.max_per_address and not limits.trusts(address):
             self._address_log.log(
-                f"a connection was refused: {address} has {limits.max_per_address} connections "
-                "(--max-connections-per-address)"
+                f"a connection was refused: {address} already has {limits.max_per_address} connections "
+                "(--max-connections-per-address raises the limit)"
             )
             return ADDRESS_FULL
         if len(self._clients) < limits.max_connections:
@@ -275,14 +275,14 @@ class ConnectionRegistry:
                 if evicted.bytes_pending:  # the end of its response is not sent yet
                     continue
                 self._eviction_log.log(
-                    f"{limits.max_connections} connections are open (--max-connections): one without a request was closed "
-                    "for a new one"
+                    f"all {limits.max_connections} connections are in use: one without a request was closed for a new one "
+                    "(--max-connections raises the limit)"
                 )
                 self.remove(evicted)
                 evicted.abort()
                 return None
         self._full_log.log(
-            f"a connection was refused: all {limits.max_connections} connections are busy (--max-connections)"
+            f"a connection was refused: all {limits.max_connections} connections are busy (--max-connections raises the limit)"
         )
         return SERVER_FULL
 
@@ -347,8 +347,8 @@ class ConnectionRegistry:
                 self._sending[connection] = (connection.bytes_acknowledged, now)
             elif now - since >= self._settings.write_seconds:
                 self._stall_log.log(
-                    f"a client of {self._clients[connection]} took no byte of its answer for "
-                    f"{self._settings.write_seconds:g} s and was disconnected"
+                    f"a client at {self._clients[connection]} was disconnected: it read nothing of its answer for "
+                    f"{self._settings.write_seconds:g} s (WINDLASS_WRITE_TIMEOUT)"
                 )
                 connection.abort()
 

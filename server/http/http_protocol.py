@@ -243,7 +243,9 @@ class HttpProtocol(H11Protocol):
         return "A body in thousands of tiny chunks was refused." if self.conn.refusal is TINY_CHUNKS else None
 
     def _unsupported_upgrade_warning(self) -> None:
-        self.logger.warning("A client asked for an upgrade to another protocol; the response used HTTP/1.1.")
+        self.logger.warning(
+            "a client asked for another protocol (upgrade), which is not supported; the response used HTTP/1.1"
+        )
 
     def shutdown(self) -> None:
         try:

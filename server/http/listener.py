@@ -12,7 +12,7 @@ from asyncio import sslproto
 from collections.abc import Iterator
 from pathlib import Path
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 
 READ_BYTES = 32 * 1024  # two TLS records
 
@@ -90,7 +90,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise LoadError(f"--uds {path} exists and cannot be tried ({error}): remove it") from None
+            raise LoadError(f"--uds {path} exists and cannot be connected to ({reason_of(error)}): remove it") from None
         else:
             raise LoadError(f"another server listens on --uds {path}: stop it, or choose another path")
 
@@ -121,7 +121,9 @@ def make_tls_context(
         try:
             context.load_verify_locations(ca_certs)
         except (OSError, ValueError) as error:
-            raise LoadError(f"--ssl-ca-certs {ca_certs} cannot be used ({error}): give certificates in PEM") from None
+            raise LoadError(
+                f"--ssl-ca-certs {ca_certs} cannot be used ({reason_of(error)}): give certificates in PEM"
+            ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -82,7 +82,10 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return  # no client is waiting
             except OSError as error:
-                self._error_log.log(f"no connection can be accepted: {error.strerror or error}")
+                self._error_log.log(
+                    f"new connections cannot be accepted: {error.strerror or error}; "
+                    f"the next attempt is in {ACCEPT_RETRY_SECONDS:g} s"
+                )
                 self._loop.remove_reader(self._listener)
                 self._retry = self._loop.call_later(ACCEPT_RETRY_SECONDS, self.start)
                 return

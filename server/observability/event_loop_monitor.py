@@ -64,7 +64,7 @@ class EventLoopMonitor:
             if stalled_since is None and self._lag() >= self._stall:
                 stalled_since = self._beat_at
                 logged = self._stall_log.log(
-                    f"the event loop has been blocked for {self._lag():.1f} s, running:\n{self._stack()}"
+                    f"the event loop has been blocked for {self._lag():.1f} s, so all requests wait; it runs:\n{self._stack()}"
                 )
             elif stalled_since is not None and stalled_since != self._beat_at:
                 if logged:

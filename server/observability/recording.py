@@ -66,7 +66,7 @@ class WorkloadRecorder:
             try:
                 self._write(_as_line(line), header)
             except OSError as error:
-                self._count_lost("disk", f"{error.strerror or error}: some requests are missing")
+                self._count_lost("disk", f"{error.strerror or error}: some requests were not recorded")
             except Exception:
                 _logger.exception("a request could not be recorded")
                 self.lost["disk"] += 1
@@ -86,7 +86,7 @@ class WorkloadRecorder:
             if size + len(data) > self.settings.max_bytes:
                 self._count_lost(
                     "full",
-                    f"it has {self.settings.max_bytes:,} bytes (WINDLASS_RECORD_LIMIT): nothing more is recorded",
+                    f"the limit of {self.settings.max_bytes:,} bytes is reached (WINDLASS_RECORD_LIMIT): recording stops",
                 )
                 return
             try:

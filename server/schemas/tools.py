@@ -178,7 +178,7 @@ def check_functions(functions: list[F]) -> list[F]:
     size = 0
     for function in functions:
         if function.name in names:
-            raise PydanticCustomError("twice", "holds two functions named '{name}'", {"name": function.name})
+            raise PydanticCustomError("twice", "has two functions named '{name}'", {"name": function.name})
         names.add(function.name)
         size += len(to_json(function))
     if size > MAX_TOOLS_BYTES:

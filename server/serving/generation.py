@@ -69,7 +69,7 @@ def check_generation(
     # `response_format` is about the text, which an output of calls does not have.
     if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
-            f"{forced.field} and {structured.field} both require a form of the answer: give one of them",
+            f"{forced.field} and {structured.field} both set the format of the answer: give one of them",
             structured.field,
             "invalid_grammar",
         )

@@ -34,7 +34,7 @@ def check_texts(value: Any, param: str) -> list[str]:
     texts: list[Any] = [value] if isinstance(value, str) else value
     if len(texts) > MAX_INPUTS:
         raise bad_request(
-            f"{param} holds {len(texts)} texts, at most {MAX_INPUTS} are taken at once", param, "too_many"
+            f"{param} holds {len(texts)} texts, at most {MAX_INPUTS} are allowed in a request", param, "too_many"
         )
     for index, text in enumerate(texts):
         where = param if isinstance(value, str) else f"{param}[{index}]"
@@ -182,7 +182,7 @@ class _Scorer:
         most = self.job.state.settings.max_body_bytes
         if size > most:
             raise bad_request(
-                f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are taken: send fewer at once",
+                f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are allowed: send fewer at once",
                 self.names[1],
                 "too_many",
             )

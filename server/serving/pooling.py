@@ -209,7 +209,7 @@ def split_inputs(value: object) -> list[str] | list[list[int]]:
         return [value]
     if len(value) > MAX_INPUTS:
         raise bad_request(
-            f"input holds {len(value)} texts, at most {MAX_INPUTS} are taken at once", "input", "too_many"
+            f"input holds {len(value)} texts, at most {MAX_INPUTS} are allowed in a request", "input", "too_many"
         )
     for index, item in enumerate(value):
         if type(item) is not kind:

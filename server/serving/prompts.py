@@ -83,7 +83,9 @@ def check_tokenized_characters(state: ServerState, characters: int, param: str) 
     most = state.settings.max_tokenize_chars
     if characters > most:
         raise bad_request(
-            f"{param}: {characters} characters, at most {most} are tokenized at once", param, "string_too_long"
+            f"{param}: {characters} characters, at most {most} are allowed: send a shorter text",
+            param,
+            "string_too_long",
         )
 
 

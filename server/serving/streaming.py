@@ -173,7 +173,7 @@ class Exchange(Response):
                 self._task.uncancel()  # the code below may await
                 if self._disconnected:
                     # Logged for questions of the client, which does not know how its request ended.
-                    _logger.info("request %s: the client left before its answer was complete", self._id)
+                    _logger.info("request %s: the client disconnected before its answer was complete", self._id)
                     self._state.metrics.count_error("client_disconnected")
                     return
                 assert self._stop_error is not None
@@ -210,7 +210,9 @@ class Exchange(Response):
                 else:
                     await self._send_body(error.status, [to_json(error_body(error, self._scope))], error.headers)
         except TimeoutError:
-            _logger.info("request %s: the client does not read; the stream ends without its error event", self._id)
+            _logger.info(
+                "request %s: the client does not read its stream, which ends without the error event", self._id
+            )
 
     async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
         self._stop_keep_alive()
@@ -312,7 +314,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise bad_request("the client went away", code="client_disconnected")  # for the log
+        raise bad_request("the client disconnected", code="client_disconnected")  # for the log
     finally:
         for each in (task, watcher):
             each.cancel()

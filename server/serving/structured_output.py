@@ -51,7 +51,7 @@ def parse_structured_output(body: GenerationRequest) -> StructuredOutput | None:
     found = [(field, form) for field, form in given if form is not None]
     if len(found) > 1:
         names = " and ".join(field for field, _ in found[:2])
-        raise _grammar_error(f"{names} both require a form of the answer: give one of them", found[1][0])
+        raise _grammar_error(f"{names} both set the format of the answer: give one of them", found[1][0])
     return found[0][1] if found else None
 
 
@@ -118,7 +118,7 @@ def _parse_form(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
         return StructuredOutput(kind, _choices(value, field), field)
     if not isinstance(value, str) or not value:
         raise _grammar_error(
-            f"{field}: a {'pattern' if kind == 'regex' else 'grammar'} is a text that is not empty", field
+            f"{field}: a {'pattern' if kind == 'regex' else 'grammar'} must be a non-empty string", field
         )
     _check_size(len(value), field)
     return StructuredOutput(kind, value, field)
@@ -130,7 +130,7 @@ def _schema(value: Any, field: str) -> str:
         _check_size(len(value), field)
         return value
     if not isinstance(value, dict | bool):
-        raise _grammar_error(f"{field}: a schema is an object", field)
+        raise _grammar_error(f"{field}: a schema must be an object", field)
     values, characters, stack = 0, 0, [value]
     while stack:
         item: Any = stack.pop()
@@ -155,9 +155,9 @@ def _schema(value: Any, field: str) -> str:
 
 def _choices(value: Any, field: str) -> str:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
-        raise _grammar_error(f"{field}: choices are a list of 1 to {MAX_CHOICES} texts", field)
+        raise _grammar_error(f"{field}: choices must be a list of 1 to {MAX_CHOICES} strings", field)
     if not all(isinstance(choice, str) and choice for choice in value):
-        raise _grammar_error(f"{field}: every choice is a text that is not empty", field)
+        raise _grammar_error(f"{field}: every choice must be a non-empty string", field)
     _check_size(sum(map(len, value)), field)
     return json.dumps(value)
 
@@ -167,7 +167,7 @@ def _check_known_fields(value: Mapping[str, Any], known: set[str], where: str) -
         if key not in known and item is not None:
             name = key[:64]
             raise _grammar_error(
-                f"{where}: unknown field {name!r}, known are {', '.join(sorted(known))}", where.split(".")[0]
+                f"{where}: unknown field {name!r}: use one of {', '.join(sorted(known))}", where.split(".")[0]
             )
 
 

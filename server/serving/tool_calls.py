@@ -58,7 +58,9 @@ def plan_tools(
     if not functions:
         if choice not in (None, "none", "auto"):
             raise bad_request(
-                f"{field} asks for a call, and there are no {field.replace('_choice', 's')} to call", field, INVALID
+                f"{field} requires a call, but the request has no {field.replace('_choice', 's')}: add some",
+                field,
+                INVALID,
             )
         return NO_TOOLS
     tools = [_template_tool(function) for function in functions]
@@ -68,13 +70,15 @@ def plan_tools(
     offered = {function.name: function.parameters or {} for function in functions}
     for name in names or ():
         if name not in offered:
-            raise bad_request(f"{field} names {name[:64]!r}, which is not among the functions on offer", field, INVALID)
+            raise bad_request(
+                f"{field} names {name[:64]!r}, which is not among the functions of this request", field, INVALID
+            )
     schemas = offered if names is None else {name: offered[name] for name in names}
     must_call = named or choice == "required" or (names is not None and choice[ALLOWED_TOOLS]["mode"] == "required")
     if parser == "none":
         if must_call:
             raise bad_request(
-                f"{field} cannot ask for a call: this server runs with --tool-call-parser none", field, INVALID
+                f"{field} cannot require a call: this server runs with --tool-call-parser none", field, INVALID
             )
         return ToolPlan(tools)
     legacy = body.functions is not None

@@ -71,7 +71,8 @@ class Derivation:
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             reason = getattr(error, "strerror", None) or error
             print_status(
-                f"notice: files derived from {source} cannot be cached for later starts ({reason}): set WINDLASS_CACHE"
+                f"notice: files derived from {source} cannot be cached ({reason}), so every start derives them again: set "
+                "WINDLASS_CACHE to a writable folder"
             )
             prefix = f"windlass-{self.folder}-"
             self._remove_abandoned(Path(tempfile.gettempdir()), prefix)

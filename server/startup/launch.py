@@ -257,7 +257,7 @@ def _catch_signals(client: SupervisedEngine, shutdown: Shutdown) -> asyncio.Even
 
     def handle(signum: int, frame: object) -> None:
         if shutdown.started:
-            os.write(2, b"stopped at once\n")  # this signal may have interrupted a print
+            os.write(2, b"stopped without waiting for requests\n")  # this signal may have interrupted a print
             client.kill()
             os._exit(128 + signum)
         shutdown.begin()

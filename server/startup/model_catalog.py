@@ -182,7 +182,7 @@ QWEN_CODER_1_5B = KnownModel(
 
 DEMO = KnownModel(
     name="demo",
-    about="the bundled toy, 4 M parameters: it shows that everything works and knows next to nothing",
+    about="the bundled toy model, 4 M parameters: only for checks that an installation works",
     licence="Apache-2.0",
     memory=50_000_000,
 )
@@ -644,7 +644,7 @@ def _progress_bar(model: KnownModel, wanted: KnownFile, here: int, how: str) -> 
     """
     what = f"downloading {model.name}"
     if not stderr_is_terminal() or importlib.util.find_spec("rich") is None:  # before the packages are installed
-        earlier = f"; {decimal_size(here)} are here already" if here else ""
+        earlier = f"; {decimal_size(here)} are already downloaded" if here else ""
         print_status(f"{what} ({model.about}; {decimal_size(wanted.size)} {how}, once{earlier}) ...")
         start = shown = time.monotonic()
 
@@ -685,7 +685,7 @@ def _exclusive_lock(path: Path, name: str) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_status(f"another process downloads {name}: waiting for it ...")
+            print_status(f"another process is downloading {name}: waiting for it ...")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

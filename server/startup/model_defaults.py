@@ -118,7 +118,7 @@ def check_context_defaults(settings: ServerSettings, sizes: ContextSizes, kinds:
     except RequestError as error:
         named = "attention_window" if error.param == "attention_sinks" else error.param
         hint = " (its default)" if named == "keep_tokens" and keep is None else ""
-        raise LoadError(f"`{named}`: {error.message}{hint}") from None
+        raise LoadError(f"`{named}` {error.message.removeprefix(f'{named} ')}{hint}") from None
 
 
 def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> RankSettings | None:

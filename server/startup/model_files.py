@@ -117,7 +117,7 @@ def resolve_model(name: str | None) -> Path:
     parsed = _parse_hub_id(name)
     if parsed is None:
         raise LoadError(
-            f"no file or directory {name!r}, and that is not a hub id: give a model directory, a GGUF file or an id such as "
+            f"{name!r} is neither a file or directory nor a hub id: give a model directory, a GGUF file or an id such as "
             "Qwen/Qwen3-0.6B"
         )
     repo, revision, wanted = parsed
@@ -325,7 +325,7 @@ class _HubRepository:
 def _hub(repo: str, revision: str) -> Iterator[_HubRepository]:
     """A repository to download from, once the hub is known to respond. Errors in the block become LoadError."""
     label = repo if revision == "main" else f"{repo}@{revision}"
-    attempt = f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
+    attempt = f"no directory {label!r}{did_you_mean(label, KNOWN)}, and it is not in {cache_directory()}"
     if any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
         raise LoadError(f"{attempt}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
     try:

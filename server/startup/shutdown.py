@@ -63,9 +63,9 @@ class Shutdown:
         state.draining = True
         if state.in_flight:
             left = describe_time_left(state.in_flight, self._grace_ends - time.monotonic())
-            print_status(f"draining: {left}; signal again to stop at once")
+            print_status(f"draining: {left}; send the signal again to stop now")
         if not await _idle(state, self._grace_ends):
-            print_status(f"the grace period is over: aborting {state.in_flight} requests")
+            print_status(f"the grace period has ended: {state.in_flight} requests are aborted")
             state.abort_all()
             await _idle(state, time.monotonic() + ABORT_SECONDS)
         print_status("stopped")
@@ -94,7 +94,7 @@ def describe_time_left(requests: int, seconds: float) -> str:
     """The remaining time of running requests, in words."""
     who = "1 request has" if requests == 1 else f"{requests:,} requests have"
     if seconds > _UNLIMITED_SECONDS:
-        return f"{who} all the time needed to finish"
+        return f"{who} unlimited time to finish"
     return f"{who} {max(0.0, seconds):,.{0 if seconds >= 10 else 1}f} s to finish"
 
 

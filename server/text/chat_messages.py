@@ -101,7 +101,7 @@ def check_history(messages: Sequence[ChatMessage], capabilities: TemplateCapabil
         calls = message.tool_calls or ()
         if message.role == "assistant" and len({call.id for call in calls}) < len(calls):
             where = f"messages[{number}].tool_calls"
-            raise bad_request(f"{where} holds two calls of one id", where, "invalid_value")
+            raise bad_request(f"{where} has two calls with the same id", where, "invalid_value")
 
 
 def _suggest_role(role: str) -> str | None:

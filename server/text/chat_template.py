@@ -173,7 +173,7 @@ class ChatTemplate:
             raise ChatTemplateError("messages must contain at least one message")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
-                "continue_final_message and add_generation_prompt exclude each other: set one of them"
+                "continue_final_message and add_generation_prompt cannot be combined: set one of them"
             )
         extra = {**kwargs, **(variables or {})}
         for name in extra:

@@ -581,7 +581,7 @@ class ThinkingControl:
             opens, closes = HARMONY_OPENS, HARMONY_CLOSES
         else:
             raise bad_request(
-                "this server does not separate thinking from answers (--reasoning-parser)",
+                "this server does not separate thinking from answers: leave it out, or set --reasoning-parser",
                 _BUDGET,
                 "unsupported_parameter",
             )

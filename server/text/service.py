@@ -221,8 +221,8 @@ class TextService:
                 self._capabilities = found
                 if (capabilities := found[True]) is not None and self.call_format(capabilities) is None:
                     _logger.warning(
-                        "the chat template shows functions, but the format of its tool calls is not known: only calls in plain "
-                        "JSON are recognized; --tool-call-parser names the format"
+                        "the chat template supports tools, but its format of tool calls is unknown: only calls in plain JSON are "
+                        "recognized; set the format with --tool-call-parser"
                     )
             return self._capabilities
 
@@ -244,7 +244,7 @@ class TextService:
             raise
         except TextWorkerError as error:
             reason = _api_error(error, "messages", Phase("template", "probing it", PROBE_LIMITS)).message
-            _logger.warning("the chat template cannot be probed, so messages are not fitted to it: %s", reason)
+            _logger.warning("the chat template could not be examined, so messages are not adapted to it: %s", reason)
             return TemplateCapabilities()
 
     def pair_template(self) -> PairTemplate | None:
@@ -491,7 +491,8 @@ class TextService:
             return
         if options["add_generation_prompt"]:
             raise bad_request(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+                "continue_final_message and add_generation_prompt cannot be combined: set one of them",
+                "continue_final_message",
             )
         if messages[-1].role != "assistant":
             raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
@@ -526,9 +527,7 @@ class TextService:
         for change in changes:
             if change not in self._logged_changes:
                 self._logged_changes.add(change)
-                _logger.info(
-                    "messages are changed to fit the chat template: %s (see docs/guides/tool-calling.md)", change
-                )
+                _logger.info("messages are adapted to the chat template: %s (see docs/guides/tool-calling.md)", change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

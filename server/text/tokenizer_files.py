@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.bounded_files import read_json_text
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -44,8 +44,8 @@ def find_tokenizer(directory: Path) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """Return an error's message in one line of at most 200 characters, without the path of a file."""
+    return " ".join(reason_of(error).split())[:200]
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_restarted_engine_reloads_existing_adapters(adapted: Adapted) -> None:
         eventually(lambda: httpx.get(f"{adapted.server.url}/ready").status_code == 200, 60)
         assert {name: text_of(adapted.complete(name)) for name in before} == before
         assert [model["id"] for model in adapted.listed()] == ["base", "first", "late"]
-        assert "adapter lost is gone: " in adapted.server.log.read_text()
+        assert "adapter lost could not be loaded again after the restart: " in adapted.server.log.read_text()
     finally:
         adapted.unload("late")
 

@@ -261,7 +261,7 @@ def test_refused_deployments_are_one_line(cluster: RayCluster, deployed: RayClus
     assert message.startswith("8 replicas need 8 CPUs and 0.5 for the server, the cluster has 4")
     for wrong in ("0", "3..2", "many"):
         assert "--replicas must be a number" in refusal(cluster.windlass("deploy", "demo", "--replicas", wrong))
-    assert "no deployment has this name" in refusal(cluster.windlass("delete", "--name", "other"))
+    assert "no deployment with this name" in refusal(cluster.windlass("delete", "--name", "other"))
     assert refusal(cluster.windlass("deploy", tmp_path / "nothing"))
     assert "applies only to a server without Ray" in refusal(
         cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket")
@@ -285,7 +285,7 @@ def test_command_of_another_version_is_refused(cluster: RayCluster, deployed: Ra
     command[command.index("--port") + 1] = str(free_port())
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
     assert "the deployment is of 99.0" in refusal(done)
-    assert refusal(cluster.windlass("delete", "--name", "other")).endswith("has this name on that cluster")
+    assert refusal(cluster.windlass("delete", "--name", "other")).endswith("no deployment with this name")
 
 
 def test_replica_of_two_ranks_is_replaced(cluster: RayCluster, deployed: RayCluster) -> None:

@@ -85,7 +85,7 @@
         series: byGroup((group, rows, index, count) => [
           line(group, rows, "completed", "request_rate", Chart.palette(index, Math.max(3, count))),
           ...(rows.some((row) => row.goodput !== null)
-            ? [line(group, rows, "inside the limits", "goodput", count > 1 ? Chart.palette(index, Math.max(3, count)) : Chart.colour("c2"), [6, 3])]
+            ? [line(group, rows, "within the limits", "goodput", count > 1 ? Chart.palette(index, Math.max(3, count)) : Chart.colour("c2"), [6, 3])]
             : []),
         ]),
         tip: (row, series) => [row.about.name, `${series.label}: ${number(row.y)} requests/s`, `${number(row.about.tokens_per_second)} output tokens/s`],

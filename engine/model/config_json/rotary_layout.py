@@ -140,7 +140,7 @@ def _layer_types(config: Config, count: int, others: tuple[str, ...]) -> list[st
     known = (*GROUP_NAMES, *others)
     unknown = sorted({str(kind) for kind in types} - set(known))
     if unknown:
-        raise LoadError(f"config.json: layer_types has {format_value(unknown[0])}: known are {', '.join(known)}")
+        raise LoadError(f"config.json: layer_types has {format_value(unknown[0])}: supported are {', '.join(known)}")
     if len(types) != count:
         raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(known)}")
     return types
@@ -250,7 +250,7 @@ def _given_by_layer_type(
         if unknown:
             raise LoadError(
                 f"config.json: rope_parameters has {format_value(unknown[0])} in addition to layer types: "
-                f"known are {', '.join(GROUP_NAMES)}"
+                f"supported are {', '.join(GROUP_NAMES)}"
             )
         given = {name: dict(value) for name, value in new.items() if isinstance(value, Mapping)}
     else:
@@ -319,7 +319,7 @@ def scaled_length_notices(layout: RotaryLayout) -> tuple[str, ...]:
         return ()
     return (
         f"config.json: max_position_embeddings is {length}, and the {kind} scaling by {factor:g} allows {int(length * factor)} "
-        f"tokens: set `max_model_len` to {int(length * factor)} for these",
+        f"tokens: set `max_model_len` to {int(length * factor)} to use them",
     )
 
 

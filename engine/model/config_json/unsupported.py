@@ -82,7 +82,7 @@ def unknown_key_notices(config: Config, read: frozenset[str] = frozenset()) -> t
     """A notice on unknown keys, if there are any. read: keys that the family reads."""
     understood = _READ | _HARMLESS | _MUST_BE_NEUTRAL.keys() | read
     unknown = sorted(key for key in config if key not in understood and config[key] is not None)
-    return (f"config.json keys not understood and left unused: {', '.join(unknown)}",) if unknown else ()
+    return (f"config.json has unknown keys, which are ignored: {', '.join(unknown)}",) if unknown else ()
 
 
 _METHODS = {

@@ -136,7 +136,8 @@ def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
     bias, out_bias = (read_flag(config, name) for name in _BIASES)
     if bias != out_bias or (bias and state_in != 1):
         raise LoadError(
-            f"config.json: {' and '.join(_BIASES)} must be alike, and false where {_STATE_IN} is not 1: others are not supported"
+            f"config.json: {' and '.join(_BIASES)} must be equal, and false where {_STATE_IN} is not 1: other values are "
+            "not supported"
         )
     gates, values, keys, queries, steps = (state_in * one for one in _factors(config, "ssm_multipliers", 5))
     normed: Literal["gated", "before the gate"] | None = None

@@ -231,7 +231,7 @@ def _kv_source_layers(windows: list[int | None], shared: int) -> list[int | None
     first = len(windows) - shared
     if first < 0 or set(windows[first:]) - set(windows[:first]):
         raise LoadError(
-            f"config.json: num_kv_shared_layers {shared} of {len(windows)} layers leaves none of a kind whose keys are read"
+            f"config.json: num_kv_shared_layers {shared} of {len(windows)} layers leaves no layer of a kind whose keys others use"
         )
     last = {window: index for index, window in enumerate(windows[:first])}
     return [None if index < first else last[window] for index, window in enumerate(windows)]

@@ -79,7 +79,7 @@ def _rewrite_chatglm(config: Config) -> dict[str, Any]:
 def _chatglm_variant(family: Family, config: Config) -> Family:
     if config.get("position_encoding_2d") is not None:
         raise LoadError(
-            "config.json describes the first ChatGLM, whose positions are of two dimensions: it is not supported, use "
+            "config.json describes the first ChatGLM, whose positions have two dimensions: it is not supported, use "
             "ChatGLM 2 or 3"
         )
     biased = read_flag(config, "add_qkv_bias") or read_flag(config, "add_bias_linear")

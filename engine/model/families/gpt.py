@@ -116,7 +116,7 @@ def _check_head_quarters(family: Family, config: Config) -> Family:
     heads = read_size(config, "num_attention_heads", family.rules.sizes.heads)
     if heads % 4:
         raise LoadError(
-            f"config.json: n_head {heads} is not a multiple of 4, which CodeGen's projections are stored by"
+            f"config.json: n_head {heads} is not a multiple of 4, as the layout of CodeGen's projections requires"
         )
     return family
 

@@ -89,7 +89,7 @@ _SIZES = {
     "qwen3": (151_936, 22_016),
 }
 
-_NOTICE = "the text part of a multimodal model, without its image and audio encoders: requests contain text only"
+_NOTICE = "only the text part of this multimodal model is loaded, not its image and audio encoders: requests may have text only"
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def _rewrite(config: Config) -> dict[str, Any]:
         kinds = [_BY_LETTER.get(letter, letter) for letter in pattern[: _MAX_LAYERS + 1]]
     if not isinstance(kinds, list) or not kinds:
         raise LoadError(
-            f"config.json: layers_block_type must be a list with one name per layer, or {_PATTERN} a letter each"
+            f"config.json: layers_block_type must be a list with one name per layer, or {_PATTERN} a string "
+            "with one letter per layer"
         )
     result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if EXPERTS in result["layer_types"] and config.get("moe_latent_size") is not None:
@@ -94,7 +95,7 @@ def _rewrite(config: Config) -> dict[str, Any]:
     count = config.get("num_hidden_layers")
     if count is not None and count != len(kinds):
         raise LoadError(
-            f"config.json: num_hidden_layers is {format_value(count)}, and {len(kinds)} layers have a kind: keep one"
+            f"config.json: num_hidden_layers is {format_value(count)}, but kinds are given for {len(kinds)} layers: keep one"
         )
     result["num_hidden_layers"] = len(kinds)
     if "attention_head_dim" in config and result.get("head_dim") is None:

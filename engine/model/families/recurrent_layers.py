@@ -33,7 +33,7 @@ def check_layer_types(kinds: list[str], other: str) -> list[str]:
         )
     if FULL_ATTENTION not in kinds:
         raise LoadError(
-            f"config.json: no layer is {FULL_ATTENTION}: a model that carries states alone, and caches no keys, is not supported"
+            f"config.json: no layer is {FULL_ATTENTION}: models with recurrent layers only are not supported"
         )
     return kinds
 

@@ -53,7 +53,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 _WITHOUT_HEAD = (
-    "this model was saved without its language-model head: it makes vectors and generates nothing; set "
+    "this model was saved without its language-model head: it makes vectors and does not generate text; set "
     '"tie_word_embeddings": true in config.json if its head is the embedding'
 )
 
@@ -159,10 +159,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
     named = config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     if found is None:
-        raise LoadError(
-            "config.json names no architecture and is not supported without: it needs a line such as "
-            '"architectures": ["LlamaForCausalLM"]'
-        )
+        raise LoadError('config.json names no architecture: add a line such as "architectures": ["LlamaForCausalLM"]')
     architecture = str(found)
     family = next((one for one in FAMILIES if architecture in (*one.names, one.classifier, one.token_classifier)), None)
     if family is not None and family.causal and architecture == family.classifier and has_classifier_tokens(config):
@@ -200,7 +197,9 @@ def _head(config: Config, family: Family, architecture: str) -> ClassificationHe
         given = config[own.pooling_key]
         if given not in own.poolings:
             known = ", ".join(own.poolings)
-            raise LoadError(f"config.json: {own.pooling_key} {format_value(given)} is not supported: known are {known}")
+            raise LoadError(
+                f"config.json: {own.pooling_key} {format_value(given)} is not supported: use one of {known}"
+            )
         pooling = own.poolings[given]
     name = (None if own.activation_key is None else config.get(own.activation_key)) or own.activation
     activation = name if name in ("relu", "tanh") else _ACTIVATIONS.get(name)
@@ -222,7 +221,7 @@ def _family_of_model_type(config: Config) -> Family:
     family = next((family for family in FAMILIES if model_type in (family.model_type, *family.other_model_types)), None)
     if family is None:
         raise LoadError(
-            f"config.json: model_type {format_value(model_type)} is not supported: known are "
+            f"config.json: model_type {format_value(model_type)} is not supported: use one of "
             f"{', '.join(family.model_type for family in FAMILIES)}"
         )
     return family
@@ -375,9 +374,7 @@ def _eos(
             f"config.json or generation_config.json: eos_token_id must be token ids, got {format_value(value)}"
         )
     known = tuple(i for i in ids if 0 <= i < vocab_size)
-    notices = (
-        f"eos_token_id {format_value(value)}: what the vocabulary of {vocab_size} tokens does not have is left out",
-    )
+    notices = (f"eos_token_id {format_value(value)}: ids outside the vocabulary of {vocab_size} tokens are ignored",)
     usual = tuple(i for i in family.rules.eos_token_id if i < vocab_size)
     return known or usual, notices if len(known) < len(ids) else ()
 
@@ -388,7 +385,7 @@ def read_latent(config: Config, family: Family, sizes: LatentSizes, layout: Rota
     heads, hidden = read_size(config, "num_attention_heads"), read_size(config, "hidden_size")
     if read_size(config, "num_key_value_heads", heads) != heads:
         raise LoadError(
-            "config.json: num_key_value_heads differs from num_attention_heads, which latent attention has none of"
+            "config.json: num_key_value_heads differs from num_attention_heads; with latent attention they must be equal"
         )
     if base.rotary_dim != base.head_dim:
         raise LoadError(

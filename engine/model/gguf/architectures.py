@@ -85,7 +85,7 @@ def mla_family(keys: ArchitectureKeys) -> Family:
         return YOUTU
     gating = keys.count(GATING) or SOFTMAX
     if gating not in (SOFTMAX, SIGMOID):
-        raise LoadError(f"{keys.key(GATING)} is {format_value(gating)}: 1 (softmax) and 2 (sigmoid) are known")
+        raise LoadError(f"{keys.key(GATING)} is {format_value(gating)}: supported are 1 (softmax) and 2 (sigmoid)")
     return DEEPSEEK_V3 if gating == SIGMOID else DEEPSEEK_V2
 
 
@@ -521,7 +521,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     if found is None:
         what = "a mixture of experts, which is not supported" if "moe" in name else "not supported as a GGUF file"
         raise LoadError(
-            f"is of architecture {format_value(name)}, {what}: read are {', '.join(ARCHITECTURES)}; or give the directory of the "
-            "original Hugging Face model"
+            f"is of architecture {format_value(name)}, {what}: supported are {', '.join(ARCHITECTURES)}; or give the directory "
+            "of the original Hugging Face model"
         )
     return name, found

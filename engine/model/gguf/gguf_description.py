@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, with_place
 from windlass.engine.model.config_json.rotary_layout import rotary_share
 from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.families.spec_reader import read_spec
@@ -324,7 +324,8 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         aliases = model.architecture.aliases
         tensors = map_tensors(found, model.family, to_gguf_spec(spec, layout), aliases)
     except LoadError as error:
-        raise LoadError(f"{paths[0]}: {error}") from None
+        message = str(error).removeprefix("config.json: ")  # made from the metadata: there is no such file
+        raise LoadError(with_place(paths[0], message)) from None
     if spec.mtp is not None:
         tensors |= map_mtp_block(found, model.family, to_gguf_spec(spec.mtp, layout), len(spec.layers), aliases)
     index = {
@@ -379,11 +380,11 @@ def _check_split(headers: Sequence[FileHeader]) -> None:
         count = header.metadata.get("split.count", 0) or 1
         if count != len(headers) or (len(headers) > 1 and header.metadata.get("split.no") != number):
             raise LoadError(
-                f"{header.path} declares part {header.metadata.get('split.no')} (from 0) of {count}, its name part "
-                f"{number} of {len(headers)}: keep the names the files were published under"
+                f"{header.path} declares part {header.metadata.get('split.no')} (from 0) of {count}, but its name is that of "
+                f"part {number} of {len(headers)}: keep the names under which the files were published"
             )
     total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
     if len(headers) > 1 and total is not None and total != found:
         raise LoadError(
-            f"{headers[0].path} announces {total} tensors, its parts hold {found}: download the files again"
+            f"{headers[0].path} declares {total} tensors, but its parts contain {found}: download the files again"
         )

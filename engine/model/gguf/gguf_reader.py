@@ -79,7 +79,7 @@ def _check_start(path: Path, start: bytes) -> None:
         raise LoadError(f"{path} is a big-endian GGUF file: get a little-endian one, as nearly all are")
     if version not in _VERSIONS:
         raise LoadError(
-            f"{path} is GGUF version {version}, read are {' and '.join(map(str, _VERSIONS))}: get a newer file"
+            f"{path} is GGUF version {version}, supported are {' and '.join(map(str, _VERSIONS))}: get a newer file"
         )
     if keys > _MOST_KEYS or tensors > _MOST_TENSORS:
         raise LoadError(f"{path} is damaged (it announces {keys} keys and {tensors} tensors): download it again")
@@ -190,8 +190,8 @@ class _CheckedReader(GGUFReader):
                 self._damaged(f"{label} has the shape {dims[:8]}")
             if raw_type[0] not in GGMLQuantizationType._value2member_map_:
                 raise LoadError(
-                    f"{self._path}: {label} is of type {raw_type[0]}, which the gguf package does not know: get a newer gguf "
-                    "with pip, or another quantization of the model"
+                    f"{self._path}: {label} is of type {raw_type[0]}, which the gguf package does not know: update it "
+                    "with pip, or get another quantization of the model"
                 )
             group, size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
             if dims[0] % group:

@@ -73,7 +73,7 @@ def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
         )
     if kind not in ("none", "linear", "yarn"):
         raise LoadError(
-            f"{keys.key('rope.scaling.type')} {format_value(kind)} is not known: none, linear, yarn and longrope are"
+            f"{keys.key('rope.scaling.type')} {format_value(kind)} is not known: supported are none, linear, yarn and longrope"
         )
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}

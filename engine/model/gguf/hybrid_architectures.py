@@ -235,8 +235,8 @@ def _granite_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, 
     """All layers have attention. Raises LoadError if llama.cpp would rotate none of them."""
     if keys.raw(_ROTATES) is False:
         raise LoadError(
-            f"sets {keys.key(_ROTATES)}=false, by which no layer rotates and positions are not distinguished: that is not "
-            "supported, get another conversion"
+            f"sets {keys.key(_ROTATES)}=false: no layer would rotate, and positions could not be distinguished, which is not "
+            "supported: get another conversion"
         )
     return dict(rope)
 

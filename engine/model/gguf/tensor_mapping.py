@@ -306,12 +306,12 @@ def _in_spec_order(found: dict[str, TensorLocation], spec: ModelSpec) -> dict[st
         for stored in weight.stored:
             tensor, shape = found.pop(stored.name, None), stored.shape(weight)
             if tensor is None:
-                raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
+                raise LoadError(f"tensor {stored.name} (Hugging Face's name) is missing: download the file again")
             if tensor.shape != shape:
                 raise LoadError(f"tensor {stored.name} has the shape {list(tensor.shape)}, {list(shape)} is expected")
             result[stored.name] = tensor
     if found:
-        raise LoadError(f"tensor {next(iter(found))} (as Hugging Face calls it) does not belong to this model")
+        raise LoadError(f"tensor {next(iter(found))} (Hugging Face's name) does not belong to this model")
     return result
 
 

@@ -104,7 +104,7 @@ def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
     except RequestError:  # it is a ValueError
         raise
     except FileNotFoundError:
-        raise refuse(f"{directory.name} holds no {CONFIG}: give a directory as PEFT writes it") from None
+        raise refuse(f"{directory.name} contains no {CONFIG}: give a directory that PEFT has written") from None
     except OSError as error:
         raise refuse(f"cannot read {CONFIG}: {error.strerror or type(error).__name__}") from None
     except (ValueError, RecursionError):
@@ -187,7 +187,7 @@ def _rank(value: object, key: str, most: int) -> int:
         raise refuse(f"{CONFIG}: {key[:80]} must be a whole number of at least 1, got {format_value(value)}")
     if value > most:
         raise refuse(
-            f"{CONFIG}: {key[:80]} is {value}, and this server takes ranks up to {most} (`adapters.max_rank`)",
+            f"{CONFIG}: {key[:80]} is {value}, and this server accepts ranks up to {most} (`adapters.max_rank`)",
             "rank_too_large",
         )
     return value
@@ -286,7 +286,7 @@ def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int
     if not path.is_file():
         pickled = (directory / "adapter_model.bin").exists()
         other = " (adapter_model.bin may run code when it is read: convert it)" if pickled else ""
-        raise refuse(f"{directory.name} holds no {WEIGHTS}{other}")
+        raise refuse(f"{directory.name} contains no {WEIGHTS}{other}")
     most = _MAX_HEADER + sum(8 * max_rank * (rows + columns) for rows, columns in known.values())
     try:
         size = path.stat().st_size

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, tensor_entry
@@ -51,7 +51,7 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
     if bool((exponents > _MAX_EXPONENT).logical_and(~zeros | (exponents == 255)).any()):
         raise LoadError(
             f"tensor {name!r} contains numbers that are NaN or far beyond those of weights: the checkpoint is damaged: "
-            "or copy it again, or take another"
+            "download or copy it again, or take another"
         )
     powers = exponents.int()
     if bool((powers < _MIN_EXPONENT).any()):
@@ -133,7 +133,7 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
                 if len(found[tensor.name]) == len(tensor.sources):
                     yield tensor, found.pop(tensor.name)
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+            raise LoadError(f"cannot read {file}: {reason_of(error)}: download or copy the file again") from None
 
 
 def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:

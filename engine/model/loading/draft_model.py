@@ -95,7 +95,9 @@ def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_ggu
     """
     layer = spec.mtp
     if not spec.generates:
-        raise LoadError(f"{_MTP_OPTION}: the model is a {spec.architecture}, which generates nothing: leave it out")
+        raise LoadError(
+            f"{_MTP_OPTION}: the model is a {spec.architecture}, which does not generate text: leave it out"
+        )
     if layer is None:
         raise LoadError(
             f"{_MTP_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be "
@@ -107,7 +109,7 @@ def mtp_spec(spec: ModelSpec, tensors: Collection[str], part: MTPPart, *, in_ggu
             why = "no block has tensors whose names contain nextn, which some conversions leave out"
             other = "a conversion of the model that has them"
         raise LoadError(
-            f"{_MTP_OPTION}: the files hold no layer that predicts further tokens ({why}): leave it out, or take {other}"
+            f"{_MTP_OPTION}: the files contain no layer that predicts further tokens ({why}): leave it out, or use {other}"
         )
     if part == "layer":
         return layer
@@ -122,7 +124,9 @@ def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSp
         return
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
-            raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_DRAFT_OPTION} out")
+            raise LoadError(
+                f"the {of} is a {one.architecture}, which does not generate text: leave {_DRAFT_OPTION} out"
+            )
     if draft.state_group is not None and spec.state_group is None:
         raise LoadError(
             f"the draft model is a {draft.architecture}, which has recurrent layers, and the model "

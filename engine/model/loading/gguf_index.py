@@ -30,8 +30,8 @@ INDEX = "gguf.json"
 VERSION = 1  # of gguf.json
 
 _UNKNOWN_SCALE = (
-    "the head of this GGUF file is its embedding, with a factor in it that the file does not name: the most probable token is "
-    "the model's, but probabilities may be far from it: serve the original Hugging Face model to sample from them"
+    "the output head of this GGUF file is its embedding, multiplied by a factor that the file does not name: the most likely "
+    "token is right, but probabilities may be far off; to sample from them, serve the original Hugging Face model"
 )
 
 
@@ -153,7 +153,7 @@ class GGUFIndex:
             return None
         named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
         return (
-            f"the GGUF file holds {named}, which cannot be multiplied as stored: stored with 8 bits each instead "
+            f"the GGUF file has types that cannot be multiplied as stored, {named}: they are converted to 8 bits "
             f"({_FALLBACK_STORAGE}); a file of Q4_K_M or Q8_0 takes less memory for the same quality"
         )
 

@@ -182,7 +182,7 @@ def load_model(
             raise
         less = "" if prepared.model.is_quantized else ", `compute.quantization=int8` or int4"
         raise LoadError(
-            f"the weights need {gib(prepared.weight_bytes)} of memory, more than {device} gives: use "
+            f"the weights need {gib(prepared.weight_bytes)} of memory, more than {device} has: use "
             f"`compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
     notices = device_notices + prepared.spec.notices + prepared.notices + notices

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from windlass.engine.bounded_files import read_json_text
-from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.errors import LoadError, RequestError, with_place
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.config_json.config_rules import Config
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
@@ -107,8 +107,8 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
         raise LoadError(
-            f"the files hold no {head}: these are the weights of a model without its language-model head (an embedding model, "
-            "for example), which writes no text: give the model for text generation that it was made from, name its "
+            f"the files contain no {head}: these are the weights of a model without its language-model head (an embedding model, "
+            "for example), which does not generate text: give the model for text generation that it was made from, name its "
             'class without a head (it ends in "Model") under "architectures" in config.json to make vectors with it, or set '
             '"tie_word_embeddings": true in config.json if its head is the embedding'
         )
@@ -317,7 +317,7 @@ def describe_model(config: EngineConfig, *, part: MTPPart | None = None) -> Mode
         spec = with_expert_layout(spec, headers)
         quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, headers)
     except LoadError as error:
-        raise LoadError(f"{directory}: {error}") from None
+        raise LoadError(with_place(directory, error)) from None
     gguf = None if gguf is None else gguf.for_spec(spec)
     check_not_quantized_twice(config, directory, gguf, quantized)
     unscaled_groups = with_learned_frequencies(spec.rotary_groups, directory)

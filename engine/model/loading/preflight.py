@@ -102,7 +102,7 @@ def check_replicas(config: EngineConfig, device: str) -> None:
     """Raise LoadError for replicas on a device that cannot have several engines. device: "cpu", "cuda:1", …"""
     if device != "cpu" and (config.replicas > 1 or config.loading.shared_memory):
         raise LoadError(
-            f"`replicas` share the cores and the memory of a CPU, not {device}: use `compute.device=cpu`, or leave it out"
+            f"`replicas` need a CPU, whose cores and memory they share, not {device}: use `compute.device=cpu`, or leave it out"
         )
 
 
@@ -130,8 +130,8 @@ def processor_multiplies_bfloat16() -> bool:
 _LEAST_ROUNDED = 64 << 20  # bytes of weights; smaller models are fast enough in float32
 
 BFLOAT16_NOTICE = (
-    "computed in bfloat16, which this processor multiplies natively: `compute.dtype=float32` rounds nothing and takes twice as "
-    "long for prompts"
+    "computed in bfloat16, which this processor multiplies natively: `compute.dtype=float32` avoids its rounding, and takes "
+    "twice as long for prompts"
 )
 
 
@@ -348,7 +348,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     return prepared.model
 
 
-_MTP_NOTICE = "the files hold a layer that predicts further tokens: `scheduling.speculation.mtp` lets it propose them"
+_MTP_NOTICE = "the model has an MTP layer, which is not in use: `scheduling.speculation.mtp` speeds up decoding with it"
 
 
 def prepare_model(
@@ -469,7 +469,7 @@ def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: DeviceCa
     spec, ranks, engines = prepared.model.spec, prepared.shard.ranks, config.replicas
     heads = {layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)}
     found = [
-        f"{count} heads of keys are not divided evenly among {ranks} ranks: those with fewer wait for those with more"
+        f"{count} key heads cannot be divided evenly among {ranks} ranks: ranks with fewer heads wait for the others"
         for count in sorted(count for count in heads if count % ranks)[:1]
     ]
     if not device.is_cpu:
@@ -480,12 +480,14 @@ def _shard_notices(config: EngineConfig, prepared: ModelToLoad, device: DeviceCa
         cores = max(1, min(cores, int(quota) // engines))
     if processes > cores:
         shared = "one core" if cores == 1 else f"{cores} cores"
-        found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
+        found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer ranks")
     tables = [prod(one.shape) for one in spec.weights() if one.kind in ("table", "wide table", "table and head")]
     needed = engines * (prepared.unsharded.weight_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
     free = prepared.free_after_draft(device)
     if free is not None and needed > free:
-        found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
+        found.append(
+            f"the weights of all ranks need {gib(needed)} of memory, but only {gib(free)} are free: use fewer ranks"
+        )
     return tuple(found)
 
 

@@ -172,7 +172,7 @@ class QuantizedCheckpoint:
             f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common()
         )
         return (
-            f"{reasons.total()} of {len(self.tensors)} quantized weights ({self.title}) become {dtype}, the type of those that "
+            f"{reasons.total()} of {len(self.tensors)} quantized weights ({self.title}) are stored as {dtype}, like those that "
             f"are not quantized: {why}",
         )
 

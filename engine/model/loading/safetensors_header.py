@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from windlass.engine.bounded_files import MAX_JSON_BYTES, has_too_many_entries
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 
 NUMBER_BYTES = {  # bytes of a number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -66,7 +66,7 @@ class TensorLocation:
                     data += more
                 return data
         except OSError as error:
-            raise LoadError(f"cannot read {self.file}: {error}: download or copy the file again") from None
+            raise LoadError(f"cannot read {self.file}: {reason_of(error)}: download or copy the file again") from None
 
     def read_floats(self) -> tuple[float, ...]:
         """The numbers of a small tensor of floats, such as the factors of a rotation. Raises LoadError."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.bounded_files import read_json_text
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.interface.model_info import PoolingDefaults, PoolingKind
 from windlass.engine.model.config_json.classifier_head import ClassifierTokens, read_classifier_tokens
 from windlass.engine.rotary.scaling_fields import format_value
@@ -82,7 +82,7 @@ def read_reranker_config(directory: Path) -> ClassifierTokens | None:
 
 def _token_ids(config: Any, file: Path) -> tuple[int, ...]:
     if not isinstance(config, Mapping):
-        raise LoadError(f"{file} is missing or holds no object, and modules.json names it: download the model again")
+        raise LoadError(f"{file}, which modules.json names, is missing or contains no object: download the model again")
     wanted, other = config.get("true_token_id"), config.get("false_token_id")
     found: tuple[Any, ...] = (wanted,) if other is None else (wanted, other)
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in found):
@@ -106,4 +106,4 @@ def _read_json(path: Path, *, required: bool = True) -> Any:
     try:
         return json.loads(read_json_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+        raise LoadError(f"cannot read {path}: {reason_of(error)}: download or copy the file again") from None

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES
 from windlass.engine.model.loading.safetensors_header import (
     FileHeader,
@@ -265,7 +265,7 @@ def read_located(
             parts = (slices[one.name].apply(one) if one.name in slices else one for one in entries)
             yield from read_entries(path, parts, destination)
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+            raise LoadError(f"cannot read {path}: {reason_of(error)}: download or copy the file again") from None
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass._version import __version__
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
@@ -68,7 +68,9 @@ class WeightCache:
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError, LoadError) as error:
-            fault = f"it cannot be read ({_one_line(error)})"
+            reason = reason_of(error).removeprefix(f"cannot read {self.path}: ")
+            reason = reason.removesuffix(": download or copy the file again")
+            fault = f"it cannot be read ({reason})"
         if fault is not None:
             self.notices.append(
                 f"`loading.weight_cache`: {self.path} is not used: {fault}: the weights are quantized again"
@@ -97,7 +99,7 @@ class WeightCache:
             part.replace(self.path)
         except OSError as error:
             self.notices.append(
-                f"`loading.weight_cache`: {self.path} cannot be written ({_one_line(error)}): every start quantizes the weights "
+                f"`loading.weight_cache`: {self.path} cannot be written ({reason_of(error)}): every start quantizes the weights "
                 "until there is a writable folder with enough space"
             )
         else:
@@ -217,8 +219,3 @@ def _misfit(header: FileHeader, tensors: dict[str, Tensor]) -> str | None:
     layout = {entry.name: (entry.dtype, entry.shape) for entry in map(tensor_entry, header.tensors.values())}
     wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
     return None if layout == wanted else "its tensors are not those of this model"
-
-
-def _one_line(error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return reason.splitlines()[0] if reason else type(error).__name__

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, reason_of
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files, read_headers
 from windlass.engine.model.loading.dequantize import (
@@ -223,7 +223,7 @@ def _checked_tensors(directory: Path) -> dict[str, TensorLocation]:
         try:
             read_checked_header(file)
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+            raise LoadError(f"cannot read {file}: {reason_of(error)}: download or copy the file again") from None
     return read_headers(directory)
 
 
@@ -280,7 +280,10 @@ def load_weights(
                 tied_copy = name, tensor, kind
                 continue
             if quantized is not None and name in quantized.zero_biases and bool(tensor.any()):
-                raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
+                raise LoadError(
+                    f"{directory}: unexpected tensor {name!r}: this architecture has no place for it: take the "
+                    "config.json that belongs to the checkpoint"
+                )
             continue
         in_blocks = target.holds(kind)
         if kind is not None and in_blocks:

@@ -361,7 +361,7 @@ def delete(name: str, address: str | None) -> None:
     """Delete a deployment after its requests have ended. Raises LoadError if there is none."""
     with connect_to_cluster(address):
         if name not in serve.status().applications:
-            raise LoadError(f"--name {name}: no deployment has this name on that cluster")
+            raise LoadError(f"--name {name}: the cluster has no deployment with this name")
         serve.delete(name)
         close_listener_actor(name)
     print_status(f"{name} is deleted")

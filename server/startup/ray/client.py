@@ -60,7 +60,7 @@ class Calls:
         try:
             await self._receiver.listen(ray.util.get_node_ip_address())
         except OSError as error:
-            _logger.warning("no output channels from replicas, Ray transports the tokens: %s", error)
+            _logger.warning("replicas cannot send tokens directly (%s): Ray transports them, which is slower", error)
 
     @property
     def address(self) -> ReceiverAddress | None:

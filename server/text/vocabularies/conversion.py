@@ -207,5 +207,5 @@ def _read(file: Path, config: dict[str, Any]) -> TokenizerParts:
     try:
         from windlass.server.text.vocabularies.sentencepiece import read_pieces
     except ModuleNotFoundError as error:
-        raise LoadError(f"{file} requires {error.name}, which is not installed: pip install protobuf") from None
+        raise LoadError(f"{file} requires {error.name}, which is not installed: run pip install protobuf") from None
     return read_pieces(data, str(file), config)

@@ -493,7 +493,7 @@ def test_a_misspelled_variable_has_a_warning(name, near, monkeypatch, capsys):
         monkeypatch.delenv(variable)
     monkeypatch.setenv(name, "64")
     assert cli.run(["version"]) == 0
-    warning = f"warning: the variable {name} has no effect: did you mean {near}?\n" if near else ""
+    warning = f"warning: the environment variable {name} has no effect: did you mean {near}?\n" if near else ""
     assert capsys.readouterr().err == warning
 
 
@@ -747,6 +747,7 @@ def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
     ):
         error = error_of(capsys, "generate", "hi", "--model", str(model), option, value)
         assert error.startswith(option) and reason in error
+        assert option[2:].replace("-", "_") not in error.removeprefix(option)
     monkeypatch.setenv("SCRIPT_LOAD_ERROR", "no weights in this directory")
     assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
 

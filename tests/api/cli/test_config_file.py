@@ -158,7 +158,7 @@ def test_errors_are_one_line_with_their_place(text, expected, launched, write, c
 
 def test_missing_and_large_files_are_refused(launched, write, capsys, monkeypatch, tmp_path):
     assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
-    assert "cannot read --config" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: cannot read --config {tmp_path / 'none'}: No such file or directory\n"
     monkeypatch.setattr(config_file, "MAX_BYTES", 10)
     assert cli.run(["serve", "--config", write("port: 80000000")]) == 2
     assert "larger than 10 bytes" in capsys.readouterr().err

@@ -240,7 +240,7 @@ def test_invalid_recordings_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
     head = json.dumps({"windlass_record": 1})
     for name, text, message in (
         ("none", None, "cannot read"),
-        ("empty", "", "holds no requests"),
+        ("empty", "", "contains no requests"),
         ("other", '{"a": 1}\n', "was not written by"),
         ("broken", head + "\n{\n", "line 2 is not JSON"),
         ("newer", '{"windlass_record": 99}\n', "format version 99 is not supported"),

@@ -69,8 +69,11 @@ def test_free_memory_is_divided_as_at_a_start(capsys: pytest.CaptureFixture[str]
 
 def test_errors_of_models_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out, error = output_of(capsys, str(DEMO), *CPU, "--free", "5MiB", code=2)
-    assert "int4" in out and "a token   4.0 KiB" in out
-    assert "it does not fit: the weights need 7.6 MiB of memory, 5.0 MiB are free: use --quantization int8 (" in error
+    assert "int4" in out and "per token 4.0 KiB" in out
+    assert (
+        "the model does not fit: the weights need 7.6 MiB of memory, 5.0 MiB are free: use --quantization int8 ("
+        in error
+    )
     out, error = output_of(capsys, str(DEMO), *CPU, "--kv-cache-memory", "1MiB", "--max-model-len", "512", code=2)
     assert "a context of 512 tokens does not fit" in error and "raise --kv-cache-memory" in error
     assert output_of(capsys, str(DEMO), *CPU, "--free", "much", code=2)[1].startswith(

@@ -259,7 +259,10 @@ def test_refused_requests_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> N
 def test_errors_are_one_line_with_advice() -> None:
     done = run("http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"error: http://127\.0\.0\.1:9: cannot reach .+ is the server running, .+\?\n", done.stderr)
+    assert re.fullmatch(
+        r"error: cannot reach http://127\.0\.0\.1:9/ready: Connection refused; is the server running, .+\?\n",
+        done.stderr,
+    )
     assert done.stderr.count("reach") == 1
     assert run("nonsense", "--once").returncode == 2
     assert run("http://127.0.0.1:9", "--interval", "0").returncode == 2

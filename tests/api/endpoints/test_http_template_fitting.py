@@ -166,4 +166,4 @@ def test_a_template_that_cannot_be_probed_gets_messages_unchanged(
     with live_server(template=template) as live, caplog.at_level(logging.WARNING, "windlass.server"):
         assert HEADER not in ask(live, CHAT, messages=[USER, USER]).headers
         assert live.prompt == "QQ"
-    assert "cannot be probed" in caplog.text and "0.5 s" in caplog.text
+    assert "could not be examined" in caplog.text and "0.5 s" in caplog.text

@@ -342,7 +342,7 @@ def test_named_keys_are_read_again_on_sighup(model, tmp_path):
         )
         keys.write_text('[alice]\nkey = "sec')  # half written
         server.process.send_signal(signal.SIGHUP)
-        server.wait_line("is not valid TOML.*the callers are unchanged")
+        server.wait_line("is not valid TOML.*the previous keys remain valid")
         assert (status("first"), status("second")) == (200, 401)
         keys.write_text('[alice]\nkey = "second"\n')
         server.process.send_signal(signal.SIGHUP)

@@ -188,7 +188,13 @@ OPTIONS = {
     ),
     "context": (
         ("--max-model-len", "4000000", "--kv-cache-memory", "1GiB", "--dtype", "float32"),
-        ("4000000 tokens does not fit", "15.3 GiB", "there are 1.0 GiB", "262144 tokens", "lower --max-model-len"),
+        (
+            "4000000 tokens does not fit",
+            "15.3 GiB",
+            "only 1.0 GiB are available",
+            "262144 tokens",
+            "lower --max-model-len",
+        ),
     ),
     "device": (("--device", "gpu"), ("--device gpu is not known", "cuda:1")),
     "kept blocks": (("--kv-persist", "/proc/windlass"), ("--kv-persist /proc/windlass cannot be written to",)),
@@ -341,5 +347,5 @@ def test_more_replicas_than_fit() -> None:
     assert re.match(
         r"the KV caches of 2 replicas need [0-9.]+ GiB of memory, .* lower --replicas, --kv-cache-memory", said
     )
-    with pytest.raises(LoadError, match="share the cores and the memory of a CPU, not cuda:0"):
+    with pytest.raises(LoadError, match="need a CPU, whose cores and memory they share, not cuda:0"):
         check_replicas(EngineConfig(model="m", replicas=2), "cuda:0")

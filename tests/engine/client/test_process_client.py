@@ -300,7 +300,7 @@ async def test_failing_crash_report_does_not_prevent_the_restart(monkeypatch, tm
             os.kill(client.pid, signal.SIGKILL)
             await eventually_async(lambda: client.restarts == 1)
             assert await client.wait_state("ready") == "ready"
-    assert "no crash report in" in caplog.text and "can't start new thread" in caplog.text
+    assert "no crash report could be written" in caplog.text and "can't start new thread" in caplog.text
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ async def test_hung_step_is_killed(caplog):
                 await tokens(client, request("hung", HANG, 10))
             seconds = time.monotonic() - start
             await client.wait_ready()
-            assert "the engine did nothing for 2.5 seconds" in caplog.text
+            assert "the engine was idle for 2.5 seconds" in caplog.text
             assert await tokens(client, request("ok", max_tokens=1)) == [100]
             if 0.3 < seconds < 3.0:
                 break

@@ -278,7 +278,7 @@ def test_no_memory_for_the_cache_is_refused(
     monkeypatch.setattr(ModelRunner, "execute", fails)
     message = refused(model_of("llama"), max_num_batched_tokens=2048)
     assert (
-        message.startswith("a step of 2048 tokens needs more memory than cpu has next to ")
+        message.startswith("a step of 2048 tokens needs more memory than cpu has in addition to ")
         and "11.0 MiB of 64.0" in message
     )
 

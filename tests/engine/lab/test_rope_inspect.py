@@ -135,7 +135,7 @@ def test_known_model_name(capsys: pytest.CaptureFixture[str]) -> None:
         ([YARN, "--length", "9" * 9000], "--length"),
         ([YARN, "--png", "{missing}/x.png"], "cannot write --png"),
         ([YARN, "--png", "{missing}/../"], "is a directory"),
-        ([YARN, "--model", "{missing}"], "no file or directory"),
+        ([YARN, "--model", "{missing}"], "is neither a file or directory nor a hub id"),
     ],
 )
 def test_errors_are_one_line(

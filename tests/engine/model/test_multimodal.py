@@ -54,7 +54,7 @@ def error(core: EngineCore, reference: Path) -> float:
 @pytest.mark.quick_cases(4)
 def test_logits_equal_the_entire_model(model: Path) -> None:
     core = make_core(model, max_num_batched_tokens=7)
-    assert any("the text part of a multimodal model" in notice for notice in core.info.notices)
+    assert any("only the text part of this multimodal model" in notice for notice in core.info.notices)
     assert error(core, model) < TOLERANCE
     config = json.loads((model / "config.json").read_text())
     assert read_rotary_groups(config) == core.runner.decoder.spec.rotary_groups

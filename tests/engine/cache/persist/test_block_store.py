@@ -306,7 +306,7 @@ def test_files_that_cannot_be_removed_are_logged_once(
         allowed.set()
         at.offer(12)
         eventually(lambda: at.counts.evicted_blocks, 30)
-        assert len(caplog.records) == 2 and "this is over" in caplog.text
+        assert len(caplog.records) == 2 and "resolved: " in caplog.text
 
 
 def test_a_folder_that_cannot_be_listed_is_retried_with_backoff(
@@ -341,5 +341,5 @@ def test_a_folder_that_cannot_be_listed_is_retried_with_backoff(
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         "cached blocks cannot be stored",
-        "cached blocks cannot be stored: this is over",
+        "resolved: cached blocks cannot be stored",
     ]

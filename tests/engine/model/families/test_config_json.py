@@ -616,10 +616,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"mamba_d_state": 1 << 20}, "mamba_d_state must be a positive integer up to 65536"),
         ({"mamba_d_conv": 1}, "mamba_d_conv 1 is not supported"),
         ({"mamba_rms_norm": 1}, "mamba_rms_norm must be true or false"),
-        ({"mamba_proj_bias": True}, "mamba_proj_bias and projectors_bias must be alike"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias and projectors_bias must be equal"),
         (
             {"mamba_proj_bias": True, "projectors_bias": True},
-            "must be alike, and false where ssm_in_multiplier is not 1",
+            "must be equal, and false where ssm_in_multiplier is not 1",
         ),
         (
             {"attention_bias": True, "attention_in_multiplier": 2.0},
@@ -639,9 +639,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"time_step_limit": [1, 0]}, "time_step_limit must be two numbers"),
     ],
     "gemma4_e2b": [
-        ({"num_kv_shared_layers": 6}, "leaves none of a kind"),
-        ({"num_kv_shared_layers": 5}, "leaves none of a kind"),
-        ({"num_kv_shared_layers": 7}, "leaves none of a kind"),
+        ({"num_kv_shared_layers": 6}, "leaves no layer of a kind"),
+        ({"num_kv_shared_layers": 5}, "leaves no layer of a kind"),
+        ({"num_kv_shared_layers": 7}, "leaves no layer of a kind"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be"),
         ({"vocab_size_per_layer_input": 100}, "each token needs a row"),
         ({"hidden_size_per_layer_input": "12"}, "hidden_size_per_layer_input must be"),
@@ -668,7 +668,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "moe_intermediate_size must be"),
     ],
     "granite4_h": [
-        ({"layer_types": ["mamba"] * 40}, "no layer is full_attention: a model that carries states alone"),
+        ({"layer_types": ["mamba"] * 40}, "no layer is full_attention: models with recurrent layers only"),
         ({"layer_types": ["mamba"] * 39}, "layer_types must be a list with one name per layer"),
         ({"layer_types": ["attention"] * 40}, "position_embedding_type 'nope' is not supported"),
         ({"layer_types": ["mamba"] * 39 + ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
@@ -747,7 +747,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": [CONV] * 5}, "no layer is full_attention"),
     ],
     "nemotron_h": [
-        ({"hybrid_override_pattern": "M-"}, "num_hidden_layers is 56, and 2 layers have a kind: keep one"),
+        ({"hybrid_override_pattern": "M-"}, "num_hidden_layers is 56, but kinds are given for 2 layers: keep one"),
         ({"hybrid_override_pattern": None}, "layers_block_type must be a list with one name per layer"),
         ({"hybrid_override_pattern": ""}, "layers_block_type must be a list"),
         ({"hybrid_override_pattern": ["M"]}, "layers_block_type must be a list"),

@@ -404,7 +404,7 @@ def test_proportional_scaling_in_config_json() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "mpt"}, "'mpt' is not supported: known are llama"),
+        ({"model_type": "mpt"}, "'mpt' is not supported: use one of llama"),
         ({"model_type": None}, "not supported"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling.rope_type 'spiral' is not known: use one of default"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters.rope_type 'spiral' is not known"),

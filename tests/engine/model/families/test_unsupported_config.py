@@ -167,7 +167,7 @@ VARIANTS = {
     ),
     "chatglm": (
         {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "position_encoding_2d": True},
-        "the first ChatGLM, whose positions are of two dimensions",
+        "the first ChatGLM, whose positions have two dimensions",
     ),
     "layer norms": (
         {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "rmsnorm": False},
@@ -191,7 +191,7 @@ VARIANTS = {
     ),
     "other kinds of layers": (
         {**GRANITE4, "layer_types": ["attention", "wavelet"]},
-        "layer_types has 'wavelet': known are full_attention, sliding_attention, linear_attention",
+        "layer_types has 'wavelet': supported are full_attention, sliding_attention, linear_attention",
     ),
     "no kinds of layers": ({**GRANITE4, "layer_types": None}, "layer_types must be a list with one name per layer"),
     "too few kinds of layers": ({**GRANITE4, "layer_types": ["attention"]}, "must be a list with one name per layer"),

@@ -259,7 +259,7 @@ def test_unknown_keys_give_a_notice(llama: Parts) -> None:
     metadata, tensors, file = llama
     write(file, {**metadata, "llama.mood": "cheerful", "llama.attention.max_alibi_bias": 0.0}, tensors)
     assert read_spec(describe_gguf([file]).config).notices == (
-        "config.json keys not understood and left unused: llama.mood",
+        "config.json has unknown keys, which are ignored: llama.mood",
     )
 
 
@@ -272,7 +272,7 @@ _REFUSED_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "adapter": ({"general.type": "adapter"}, "an adapter .LoRA."),
     "pictures": ({"general.architecture": "clip"}, "mmproj"),
     "matrix": ({"general.type": "imatrix"}, "importance matrix"),
-    "architecture": ({"general.architecture": "mamba"}, "'mamba'.*read are llama, .*original Hugging Face model"),
+    "architecture": ({"general.architecture": "mamba"}, "'mamba'.*supported are llama, .*original Hugging Face model"),
     "moe": ({"general.architecture": "dbrxmoe"}, "'dbrxmoe', a mixture of experts"),
     "layers differ": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv differs from layer to layer"),
     "widths": ({"llama.attention.value_length": 8}, "different widths"),

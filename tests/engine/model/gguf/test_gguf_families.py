@@ -311,7 +311,7 @@ def test_head_with_an_unnamed_factor_gives_a_notice(tmp_path: Path) -> None:
     source = checkpoint("falcon_h1", tmp_path / "hf", tie_word_embeddings=True)
     core = make_core(derived(convert(source, tmp_path / "model.gguf"), tmp_path / "derived"))
     (notice,) = core.runner.decoder.spec.notices
-    assert "a factor in it that the file does not name" in notice and not make_core(source).runner.decoder.spec.notices
+    assert "a factor that the file does not name" in notice and not make_core(source).runner.decoder.spec.notices
     config = json.loads((source / "config.json").read_text())
     found = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
     assert_near(found, logits(source)[0] * config["embedding_multiplier"] / config["lm_head_multiplier"])
@@ -644,7 +644,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"feed_forward_length": 96}, r"mlp.gate_proj.weight has the shape \[192, 64\]"),
         ({"attention.shared_kv_layers": 6}, "shared_kv_layers is 6 of 6 layers"),
         ({"attention.shared_kv_layers": 7}, "shared_kv_layers is 7 of 6 layers"),
-        ({"attention.shared_kv_layers": 5, "feed_forward_length": 96}, "leaves none of a kind whose keys are read"),
+        (
+            {"attention.shared_kv_layers": 5, "feed_forward_length": 96},
+            "leaves no layer of a kind whose keys others use",
+        ),
         ({"attention.shared_kv_layers": 1.5}, "shared_kv_layers must be a positive integer"),
         ({"attention.shared_kv_layers": 2, "feed_forward_length": 96}, "layers.3.self_attn.k_proj"),
         ({"embedding_length_per_layer_input": 10}, r"embed_tokens_per_layer.weight has the shape"),
@@ -687,7 +690,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"expert_gating_func": 1}, "expert_gating_func is 1: experts of this architecture are chosen by sigmoids"),
     ],
     "deepseek_v3": [
-        ({"expert_gating_func": 3}, r"expert_gating_func is 3: 1 \(softmax\) and 2"),
+        ({"expert_gating_func": 3}, r"expert_gating_func is 3: supported are 1 \(softmax\) and 2"),
         ({"rope.dimension_count": 64}, "rope.dimension_count is 64, not less than"),
         ({"expert_count": 12}, "has the shape .* for 12 experts"),
     ],
@@ -698,10 +701,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"expert_count": 7}, "for 7 experts"),
     ],
     "granitemoe": [
-        ({"rope.scaling.finetuned": False}, "finetuned=false, by which no layer rotates"),
+        ({"rope.scaling.finetuned": False}, "finetuned=false: no layer would rotate"),
     ],
     "granite": [
-        ({"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=false, by which no layer rotates"),
+        ({"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=false: no layer would rotate"),
     ],
 }
 

@@ -119,7 +119,7 @@ def tensor(name: bytes, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not a GGUF file"),
     "something else": (b"PK\3\4" + bytes(100), "not a GGUF file"),
-    "version 1": (made(version=1), "GGUF version 1, read are 2 and 3"),
+    "version 1": (made(version=1), "GGUF version 1, supported are 2 and 3"),
     "version 9": (made(version=9), "GGUF version 9"),
     "big endian": (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "big-endian"),
     "keys": (made(counts=(0, 10**18)), "announces 1000000000000000000 keys"),
@@ -157,7 +157,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a product that wraps": (made(tensors=(tensor(b"t", 2**62 + 1, 4, 1, 1),)), "beyond the end"),
     "an offset": (made(tensors=(tensor(b"t", 4, offset=2**64 - 32),)), "beyond the end"),
     "an odd offset": (made(tensors=(tensor(b"t", 4, offset=1),)), "not a multiple of 32"),
-    "an unknown type": (made(tensors=(tensor(b"t", 32, kind=999),)), "type 999.*newer gguf"),
+    "an unknown type": (made(tensors=(tensor(b"t", 32, kind=999),)), "type 999.*update it with pip"),
     "a type that is gone": (made(tensors=(tensor(b"t", 32, kind=4),)), "type 4"),
     "half a block": (made(tensors=(tensor(b"t", 33, kind=2),)), "not whole blocks of 32"),
     "a tensor twice": (made(tensors=(tensor(b"t", 4), tensor(b"t", 4, offset=32))), "tensor t appears twice"),

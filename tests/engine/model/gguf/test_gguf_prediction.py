@@ -89,7 +89,7 @@ def test_incomplete_mtp_layer_is_refused_on_use(source_of: Callable[[str], Path]
     source = source_of("qwen3_5")
     block = [name for name in tensors_of(source) if name.startswith("blk.5.")]
     cases: dict[str, tuple[dict[str, Any], str]] = {
-        "dropped": (dict.fromkeys(block), r"speculation\.mtp`: the files hold no layer .* names contain nextn"),
+        "dropped": (dict.fromkeys(block), r"speculation\.mtp`: the files contain no layer .* names contain nextn"),
         "incomplete": ({NEXTN[1]: None}, r"tensor 'mtp\.pre_fc_norm_embedding\.weight' is missing"),
         "beyond": (
             {"blk.5.attn_sinks.weight": torch.zeros(4)},

@@ -220,7 +220,9 @@ def test_model_without_a_head_has_no_mtp(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV3Model"]}))
     info = make_core(model).info
     assert not info.generates and not any("speculation.mtp" in notice for notice in info.notices)
-    with pytest.raises(LoadError, match=r"speculation\.mtp`: the model is a DeepseekV3Model, which generates nothing"):
+    with pytest.raises(
+        LoadError, match=r"speculation\.mtp`: the model is a DeepseekV3Model, which does not generate text"
+    ):
         make_core(model, speculative_mtp=True)
 
 
@@ -237,7 +239,7 @@ def test_model_without_a_head_gives_embeddings(tmp_path: Path) -> None:
     core, prompt = make_core(without_head(model, tmp_path / "base")), [5, 6, 7, 8, 9]
     assert core.info.architecture == "LlamaModel" and not core.info.generates
     assert any("without its language-model head" in notice for notice in core.info.notices)
-    with pytest.raises(RequestError, match="generates nothing: use /v1/embeddings"):
+    with pytest.raises(RequestError, match="does not generate text: use /v1/embeddings"):
         core.add(greedy("a", prompt))
     ours, theirs = (
         run(one, [replace(greedy("b", prompt, 0), pooling=PoolingRule("mean"))])["b", 0].outputs[-1].pooled

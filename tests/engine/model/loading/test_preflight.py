@@ -215,7 +215,7 @@ def test_cache_must_fit_in_memory_with_the_weights(demo: ModelDescription) -> No
 def test_only_helpful_options_are_named(demo: ModelDescription) -> None:
     """1 M tokens need 4 GiB in float32 and 1.1 GiB in int8."""
     said = refusal(demo, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
-    assert "it needs 4.0 GiB of KV cache, there are 1.0 GiB, which hold 262144 tokens" in said
+    assert "it needs 4.0 GiB of KV cache, but only 1.0 GiB are available, which hold 262144 tokens" in said
     assert "raise `cache.memory` or lower `max_model_len` or use `cache.dtype=int8`" in said
     said = refusal(demo, 2 * GIB, max_model_len=1 << 20)
     assert "raise" not in said and said.endswith("lower `max_model_len` or use `cache.dtype=int8`")

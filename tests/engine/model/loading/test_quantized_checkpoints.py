@@ -204,7 +204,7 @@ def test_unsuitable_weights_are_dequantized_with_a_notice(case: str, llama: Path
     loaded = assert_same_numbers(model, plain)
     assert forms(loaded) == [] and loaded.quantization is None
     (notice,) = loaded.notices
-    assert re.match(rf"14 of 14 quantized weights \(.*\) become float32, .*: {re.escape(reason)}$", notice)
+    assert re.match(rf"14 of 14 quantized weights \(.*\) are stored as float32, .*: {re.escape(reason)}$", notice)
     assert_same_logits(model, plain, exact=True)
 
 
@@ -214,8 +214,8 @@ def test_dequantized_numbers_have_the_dtype_of_the_other_weights(
 ) -> None:
     model, plain = make_quantized(llama, tmp_path, FP8, floats("row"), dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    assert f" become {name}, " in assert_same_numbers(model, plain, dtype).notices[0]
-    assert " become float32, " in assert_same_numbers(model, plain, dtype="float32").notices[0]
+    assert f" are stored as {name}, " in assert_same_numbers(model, plain, dtype).notices[0]
+    assert " are stored as float32, " in assert_same_numbers(model, plain, dtype="float32").notices[0]
 
 
 def test_mixed_storage_of_a_weight(llama: Path, tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_unusable_file_is_replaced(damage: Callable[[Path], None], model: Path) 
     damage(path)
     found = load(model)
     lines = [line for line in found.notices if "is not used" in line]
-    assert len(lines) == 1 and str(path) in lines[0] and "\n" not in lines[0]
+    assert len(lines) == 1 and lines[0].count(str(path)) == 1 and "\n" not in lines[0]
     assert same_weights(found, want)
     assert was_read(load(model)) and len(files(model)) == 1
 

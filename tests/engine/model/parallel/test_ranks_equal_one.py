@@ -108,7 +108,7 @@ def test_feature_equals_one_rank(llama: Path, options: dict[str, Any]) -> None:
     bound = 1e-2 if options.get("kv_cache_dtype") == "int8" else 1e-5  # one step of a cached number in a hundred
     expected = run(make_core(llama, threads=1, **options), asked)
     with ranked(llama, 2, **options) as core:
-        assert any("3 heads of keys are not divided evenly" in notice for notice in core.info.notices)
+        assert any("3 key heads cannot be divided evenly" in notice for notice in core.info.notices)
         assert_equal(run(core, asked), expected, bound)
         assert_equal(run(core, asked), expected, bound)  # from cached prefixes, by recorded steps
         assert core.runner.replay.num_replayed > 0 and core.runner.replay.obstacle is None
