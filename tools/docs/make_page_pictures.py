@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "page"
 COLOURS = 192
-DESK, PHONE = {"width": 1100, "height": 760}, {"width": 390, "height": 760}
+DESK, PHONE = {"width": 1100, "height": 800}, {"width": 390, "height": 760}
 TALK = "And so the old sailor told the children about the storm, and "
 
 

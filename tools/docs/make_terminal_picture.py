@@ -22,10 +22,9 @@ from rich.text import Text
 
 WINDLASS = Path(sys.executable).with_name("windlass")
 OUT = Path(__file__).resolve().parents[2] / "docs" / "terminal.svg"
-WIDTH = 104
+WIDTH = 110
 LINES = (
     "What does a windlass do? Answer in one sentence.",
-    "Write a Python function that reverses a string. Code only.",
     "/rope yarn 4",
     "/retry",
     "/quit",
@@ -41,7 +40,9 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     console = Console(record=True, width=WIDTH)
     show_command(console, serve)
-    server = subprocess.Popen([WINDLASS, *serve], stderr=subprocess.PIPE, text=True)
+    # Warnings would be about other programs on this machine.
+    quiet = {**os.environ, "WINDLASS_LOG_LEVEL": "error"}
+    server = subprocess.Popen([WINDLASS, *serve], stderr=subprocess.PIPE, text=True, env=quiet)
     try:
         for line in banner(server, url):
             console.print(Text(line))

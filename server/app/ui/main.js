@@ -83,4 +83,6 @@ class Page extends Component {
   }
 }
 
-render(html`<${Page} />`, document.getElementById("page"));
+const place = document.getElementById("page");
+place.replaceChildren(); // the text of a page that is loading
+render(html`<${Page} />`, place);

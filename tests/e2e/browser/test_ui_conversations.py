@@ -247,6 +247,7 @@ def test_answer_that_was_cut_is_continued(seen: Seen, live: Live) -> None:
 def test_full_context_is_reported_and_its_oldest_turns_can_be_dropped(seen: Seen, live: Live) -> None:
     page = seen.page
     expect(page.get_by_role("heading", name="Chat with toy")).to_be_visible()
+    expect(page.get_by_text("Loading.")).to_have_count(0)
     live.generate("fine")
     ask(seen, "first question", 1)
     used = len(live.engine.requests[0].prompt_token_ids) + len(live.engine.reply) + 1
