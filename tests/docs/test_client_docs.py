@@ -65,7 +65,7 @@ def test_example(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("WINDLASS_BASE_URL", demo_server.url)
-    source = source.replace("http://127.0.0.1:8000", demo_server.url)
+    source = source.replace("http://127.0.0.1:8000", demo_server.url).replace('"qwen2.5-coder-1.5b"', '"demo"')
     space: dict[str, object] = {"__name__": "__main__"}
     exec(compile(source, page, "exec", dont_inherit=True), space)
     if isinstance(space.get("client"), openai.OpenAI):

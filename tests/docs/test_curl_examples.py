@@ -38,7 +38,10 @@ def is_run_here(block: Block) -> bool:
 
 
 EXAMPLES = [
-    pytest.param(block, id=f"{block.page}:{block.line}") for page in PAGES for block in blocks_of(page) if is_run_here(block)
+    pytest.param(block, id=f"{block.page}:{block.line}")
+    for page in PAGES
+    for block in blocks_of(page)
+    if is_run_here(block)
 ]
 
 
@@ -57,7 +60,11 @@ def test_example(block: Block, demo_server: RealServer) -> None:
     commands = commands.replace('"max_tokens": 400', '"max_tokens": 1100')
     commands = re.sub(r"^curl ", "curl -sS --fail-with-body ", commands, flags=re.MULTILINE)
     done = subprocess.run(
-        ["bash", "-ec", commands], capture_output=True, text=True, timeout=120, env={**os.environ, "NO_PROXY": "127.0.0.1"}
+        ["bash", "-ec", commands],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "NO_PROXY": "127.0.0.1"},
     )
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     patterns = [pattern for part, pattern in ANSWERS.items() if part in block.source]

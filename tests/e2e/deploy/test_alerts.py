@@ -46,6 +46,15 @@ def test_changed_rule_fails_the_tests(old, new, tmp_path):
     assert promtool("test", "rules", tmp_path / "test.yml").returncode != 0
 
 
+def test_example_configuration_scrapes_often_enough_for_the_rules():
+    """A rate needs two samples in its window; four tolerate lost ones."""
+    page = (ROOT / "docs" / "guides" / "monitoring.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", page, re.DOTALL)
+    (job,) = yaml.safe_load(example)["scrape_configs"]
+    windows = re.findall(r"\[(\d+)m\]", ALERTS.read_text(encoding="utf-8"))
+    assert int(job["scrape_interval"].removesuffix("s")) <= 60 * min(map(int, windows)) / 4
+
+
 def test_every_rule_is_tested_firing_and_silent():
     fires, silent = set(), set()
     for test in yaml.safe_load(TESTS.read_text())["tests"]:

@@ -51,3 +51,11 @@ def test_configuration_of_the_page_has_known_keys() -> None:
     assert {key.replace("-", "_") for key in config} <= set(OPTIONS) | {"model"}
     assert "/etc/windlass/windlass.yaml" in UNIT.read_text(encoding="utf-8")
     assert "deploy/systemd/windlass.service" in section
+
+
+def test_the_user_of_the_service_can_read_the_installation() -> None:
+    """Under the umask of a careful shell, systemd could not execute the program (203/EXEC)."""
+    commands = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+    installing = next(at for at, line in enumerate(commands) if "/opt/windlass" in line)
+    masks = [line.split()[1] for line in commands[:installing] if line.startswith("umask ")]
+    assert masks[-1:] == ["022"]
