@@ -254,6 +254,6 @@ def test_missing_head_is_named(tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(
-        LoadError, match=r"hold no lm_head\.weight.*without its language-model head.*tie_word_embeddings"
+        LoadError, match=r"contain no lm_head\.weight.*without its language-model head.*tie_word_embeddings"
     ):
         make_core(base)
