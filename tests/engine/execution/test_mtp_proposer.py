@@ -262,7 +262,9 @@ def test_models_without_a_usable_mtp_layer_are_refused(tmp_path: Path, directory
     counted = {"num_nextn_predict_layers": 1}
     for family, begins in (("qwen3_5", "mtp"), ("deepseek_v3", "model.layers.4"), ("ernie4_5_moe", "model.mtp_block")):
         without = make_model(family, tmp_path / f"{family} without", **counted)
-        with pytest.raises(LoadError, match=rf"speculation\.mtp`: the files contain no layer .* begins with '{begins}\."):
+        with pytest.raises(
+            LoadError, match=rf"speculation\.mtp`: the files contain no layer .* begins with '{begins}\."
+        ):
             mtp_engine(without)
     with pytest.raises(LoadError, match=missing):
         mtp_engine(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
