@@ -233,7 +233,7 @@ def test_options_of_engine_and_answers_are_read() -> None:
         ({"override_generation_config": {"top_p": 3}}, "override_generation_config: top_p must be a number above 0"),
         ({"default_chat_template_kwargs": {"tools": 1}}, "default_chat_template_kwargs: tools comes from each"),
         ({"target_step_ms": float("nan")}, "target_step_ms must be finite"),
-        ({"attention_window": 10**9}, "attention_window: attention_window and attention_sinks are 1000000000"),
+        ({"attention_window": 10**9}, "attention_window and attention_sinks are 1000000000"),
         ({"threads": 10**6}, "threads must be at most 1024"),
         (
             {"attention_sinks": 4},

@@ -149,7 +149,11 @@ def test_each_kind_of_change_is_logged_once(caplog: pytest.LogCaptureFixture) ->
         for _ in range(3):
             ask(live, CHAT, messages=[SYSTEM, DEVELOPER, USER, LATE])
         ask(live, CHAT, messages=[SYSTEM, DEVELOPER, USER])
-    lines = [record.getMessage() for record in caplog.records if "to fit the chat template" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "messages are adapted to the chat template" in record.getMessage()
+    ]
     assert len(lines) == 2 and JOINED in lines[0] + lines[1] and MOVED in lines[0] + lines[1]
 
 

@@ -207,18 +207,18 @@ OPTIONS = {
         ("--kv-host-memory stores what the cache of a GPU evicts", "leave it out and raise --kv-cache-memory"),
     ),
     "short passages": (("--cache-reuse", "5"), ("--cache-reuse must be 0 or at least 32, got 5",)),
-    "no window": (("--attention-window", "0"), ("attention_window must be at least 1",)),
+    "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
     "wide window": (
         ("--attention-window", "600"),
-        ("--attention-window: attention_window and attention_sinks are 600", "may be at most 480"),
+        ("--attention-window and attention_sinks are 600", "may be at most 480"),
     ),
     "kept": (
         ("--context-overflow", "shift", "--config", "{folder}/kept.yaml"),
-        ("configuration key keep-tokens: keep_tokens must lie between 0 and 480",),
+        ("configuration key keep-tokens must lie between 0 and 480",),
     ),
     "kept by default": (
         ("--context-overflow", "shift", "--max-model-len", "32"),
-        ("keep_tokens must lie between 0 and 0", "got 16 (its default)"),
+        ("keep-tokens must lie between 0 and 0", "got 16 (its default)"),
     ),
 }
 
