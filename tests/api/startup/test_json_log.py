@@ -67,7 +67,7 @@ def test_all_lines_are_objects_without_prompts_and_keys(tmp_path: Path) -> None:
                 for number, _ in enumerate(stream.iter_lines()):
                     if number % 20 == 0 and "running 1, waiting 0" in server.log.read_text():
                         break
-            eventually(lambda: "the client left" in server.log.read_text(), 10)
+            eventually(lambda: "the client disconnected" in server.log.read_text(), 10)
             with contextlib.suppress(httpx.HTTPError), http.stream("POST", "/v1/completions", json=body) as stream:
                 lines = stream.iter_lines()
                 next(lines)

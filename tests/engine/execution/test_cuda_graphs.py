@@ -160,7 +160,7 @@ def test_steps_whose_capture_fails_are_computed_without_graphs(
     graphs.capture(graphs.sizes)
     assert graphs.captured == [4, 8]
     assert graphs.obstacle is not None and reason in graphs.obstacle
-    assert graphs.obstacle + "; those of 4, 8 rows were" in caplog.text
+    assert graphs.obstacle + "; only steps of 4, 8 rows use CUDA graphs" in caplog.text
     sent = [greedy("a", prompt(1, 9), 12)]
     assert texts(run(core, sent, every_logit=False)) == texts(answers(directory_of("llama"), sent, **OPTIONS))
 

@@ -271,7 +271,7 @@ def test_a_classifier_embeds_and_refuses_to_generate(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         core.add(greedy("g", [5, 6, 7], 4))
     assert caught.value.code == "no_generation"
-    with pytest.raises(RequestError, match="generates nothing") as caught:
+    with pytest.raises(RequestError, match="does not generate text") as caught:
         rule = PoolingRule("answer", answers=(5,))
         core.add(EngineRequest("a", [5, 6], SamplingParams(max_tokens=0, temperature=0.0), pooling=rule))
     assert caught.value.code == "no_generation"

@@ -253,5 +253,5 @@ def test_token_classes_equal_transformers(family: str, tmp_path: Path) -> None:
         assert difference(found, expected) < 2e-5  # angles are float32 in the reference
     with pytest.raises(RequestError, match="classifies each token"):
         core.add(replace(greedy("b", PROMPT, 0), pooling=PoolingRule("classify")))
-    with pytest.raises(RequestError, match="generates nothing"):
+    with pytest.raises(RequestError, match="does not generate text"):
         core.add(greedy("c", PROMPT))

@@ -372,13 +372,13 @@ def test_tokens_in_the_grammar_queue_are_counted() -> None:
 
     core.add(long("longer than all may be, with nothing before it", 30, DATE))
     for grammar in (OBJECT, None):
-        with pytest.raises(QueueFullError, match="30 tokens"):
+        with pytest.raises(QueueFullError, match="30 prompt tokens"):
             core.add(long("b", 1, grammar))
     assert len(run(core, [])) == 1
     core.add(long("plain", 8, None))
     core.add(long("beside it", 12, LOOP))
     for grammar in (OBJECT, DATE, None):
-        with pytest.raises(QueueFullError, match="20 tokens"):
+        with pytest.raises(QueueFullError, match="20 prompt tokens"):
             core.add(long("c", 1, grammar))
     assert all(sample.outputs[-1].error is None for sample in run(core, []).values())
     core.add(long("fits again", 20, OBJECT))

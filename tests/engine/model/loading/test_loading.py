@@ -85,7 +85,7 @@ def test_truncated_file_and_no_file(model: Path) -> None:
     ("changes", "match"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCausalLM"),
-        ({"architectures": None}, "not supported"),
+        ({"architectures": None}, "names no architecture"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1, "rope_theta": 1e4}}, "factor"),
         ({"hidden_act": "relu"}, "relu.*silu"),
