@@ -313,7 +313,7 @@ def test_infinite_times() -> None:
         (["--nope"], "--nope"),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--max-waiting", "-3"], "--max-waiting must be at least 1"),
-        (["--dtype", "int4"], "--dtype has unknown dtype 'int4'"),
+        (["--dtype", "int4"], "--dtype names an unknown dtype 'int4'"),
         (
             ["--kv-cache-memory", "lots"],
             "--kv-cache-memory must be a size such as 4GiB, 500MB or a number of bytes, got 'lots'",
