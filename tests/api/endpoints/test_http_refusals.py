@@ -355,7 +355,7 @@ FORMATS: list[tuple[Any, ...]] = [
     ({"structured_outputs": []}, "structured_outputs", ""),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "1 to 4096"),
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "empty"),
-    ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "text"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
     ({"guided_choice": ["a"] * 5000}, "guided_choice", "4096"),
     ({"guided_regex": ""}, "guided_regex", ""),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json"),
