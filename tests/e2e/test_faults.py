@@ -230,7 +230,7 @@ def test_gpu_without_memory_for_a_step_fails_the_newest_request(failing: RealSer
     assert answer(failing, prompt=[50] * FULL, stream=True).status_code == 503  # before its first event
     assert streams.finish() == ["length"] * 3 and streams.texts == {text}
     assert failing.engine_pid() == engine and failing.metric("windlass_kv_cache_usage_perc") == 0
-    assert failing.log.read_text().count("no memory on the device for a step of ") == 2
+    assert failing.log.read_text().count("the device has no memory for a step of ") == 2
     check_nothing_left(failing, files)
 
 

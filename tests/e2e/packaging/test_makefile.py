@@ -100,7 +100,14 @@ def started(venv: Path) -> list[str]:
 def start(venv: Path) -> subprocess.Popen[bytes]:
     """`make serve` as the leader of a group, which ctrl-C reaches as a whole."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "WINDLASS_"))}
-    return subprocess.Popen(["make", "serve", f"VENV={venv}"], cwd=ROOT, env=environment, start_new_session=True)
+    command = [
+        "env",
+        "--default-signal=INT",
+        "make",
+        "serve",
+        f"VENV={venv}",
+    ]  # a job in the background may ignore ctrl-C
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
 
 
 def test_a_failed_download_or_compilation_does_not_prevent_the_start(tmp_path: Path) -> None:
