@@ -23,11 +23,10 @@ from windlass.server.startup.model_catalog import (
     pull,
 )
 
-# From the best to the worst. The last one needs no download, and the one before it is only better than that.
+# From the best to the worst. The last one needs no download.
 DEFAULT_MODELS = (QWEN_CODER_1_5B, QWEN_CODER_0_5B, SMOLLM2, DEMO)
 
-# A first start, from a clone to an answer, should take about 100 seconds, with the loading of the model. So the
-# default needs a link of about 100 Mbit/s.
+# A first start, from a clone to an answer, should take about 100 seconds, so the default needs a link of about 100 Mbit/s.
 _DOWNLOAD_SECONDS = 90
 
 
