@@ -16,7 +16,7 @@ BIN     := $(VENV)/bin
 # Small machines have two cores: a spinning thread pool per server or test process would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: kernels default-model
+.PHONY: kernels model
 .PHONY: help serve test test-all test-real test-gpu check format docs bench lock clean
 
 help:
@@ -40,6 +40,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { echo "error: could not create $(VENV): on Debian or Ubuntu install python3-venv"; exit 2; }
 
 # pip decides which packages are missing. A marker per set of extras saves the ten seconds that it takes where nothing has changed.
+# Python compiles the modules that it imports: pip would compile all modules of torch, which takes a third of the installation.
 SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 # Jobs of make, unlike those of a shell, all end with ctrl-C.
@@ -47,19 +48,20 @@ PARALLEL := $(MAKE) --no-print-directory -j3
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES)
 	@echo "== installing packages into $(VENV)"
-	@WINDLASS_ISAS=none $(INSTALL) -e '.$(if $(filter-out server,$*),[$*])'
+	@WINDLASS_ISAS=none $(INSTALL) --no-compile -e '.$(if $(filter-out server,$*),[$*])'
 	@touch $@ $(VENV)/.installed-server
 
 # Compiles the kernels for this processor unless that is done. Without a compiler everything works, several times slower.
 kernels: $(BIN)/python
 	@$(BIN)/python kernels/cpu/build.py || true
 
-# Needs no installed package. The server reports a failure, and continues the download.
-default-model: $(BIN)/python
-	@PYTHONPATH=src $(BIN)/python -m windlass.server.startup.default_model || true
+# Downloads a known model without any installed package. The server reports a failure, and continues the download.
+model: $(BIN)/python
+	@PYTHONPATH=src $(BIN)/python -m windlass.server.startup.default_model $(or $(MODEL),$(WINDLASS_MODEL)) || true
 
+serve: export PYTHONDONTWRITEBYTECODE :=
 serve: $(BIN)/python
-	+@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels $(if $(MODEL)$(WINDLASS_MODEL),,default-model)
+	+@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels model
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.

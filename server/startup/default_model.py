@@ -12,6 +12,7 @@ from windlass.clients.terminal import print_status
 from windlass.engine.host_resources import available_memory
 from windlass.server.startup.model_catalog import (
     DEMO,
+    KNOWN,
     QWEN_CODER_0_5B,
     QWEN_CODER_1_5B,
     SMOLLM2,
@@ -69,14 +70,23 @@ def _fits(model: KnownModel) -> bool:
     return False
 
 
-def main() -> int:
-    """Download the default model. The server reports what failed, and continues the download."""
+def main(models: Sequence[str]) -> int:
+    """Download the known models among these, or the default model if none is named.
+
+    The server reports what failed, and continues the download.
+    """
     try:
-        pull_default_model()
+        if not models:
+            pull_default_model()
+        for name in models:
+            if name in KNOWN and KNOWN[name].file is not None:
+                pull(KNOWN[name])
+    except PullError:
+        pass
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

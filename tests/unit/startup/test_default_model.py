@@ -160,6 +160,22 @@ def test_the_line_about_a_better_model_names_its_needs():
     assert line.endswith("windlass serve qwen2.5-coder-1.5b (1.1 GB on disk, 1.5 GB of memory)")
 
 
+def test_a_known_model_that_is_named_is_downloaded_instead(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr(default_model, "KNOWN", {model.name: model for model in (LARGE, SMALL, TINY, DEMO)})
+    assert (
+        default_model.main([str(tmp_path / "own.gguf")]) == 0 == default_model.main(["demo"])
+        and hub.server.requests == []
+    )
+    assert default_model.main(["tiny"]) == 0
+    assert model_catalog.is_downloaded(TINY) and not model_catalog.is_downloaded(LARGE)
+
+
+def test_a_failed_download_is_left_to_the_server(monkeypatch):
+    monkeypatch.setattr(default_model, "KNOWN", {SMALL.name: SMALL})
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert default_model.main(["small"]) == 0 and not model_catalog.is_downloaded(SMALL)
+
+
 def test_it_needs_no_package(tmp_path):
     """`make serve` runs it before the packages are installed; -S leaves out those of this environment."""
     command = [sys.executable, "-S", "-m", "windlass.server.startup.default_model"]
