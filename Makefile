@@ -29,7 +29,7 @@ help:
 	@echo "make check     formatter, linter, types, import contracts and style of texts"
 	@echo "make format    apply the formatter and the fixes of the linter"
 	@echo "make docs      build the documentation site in build/docs and check its links"
-	@echo "make bench     compare with the peers installed in work/peers (BENCH=options of benchmarks/peers.py)"
+	@echo "make bench     compare the default model with the programs in work/peers (BENCH=options of benchmarks/peers.py)"
 	@echo "make lock      resolve requirements.lock again"
 	@echo "make clean     remove $(VENV), compiled kernels and the caches of all tools"
 
@@ -116,11 +116,9 @@ docs: $(VENV)/.installed-docs
 
 bench: $(BIN)/python
 	+@$(PARALLEL) $(VENV)/.installed-dev kernels
-	$(BIN)/python benchmarks/peers.py prepare
-	$(BIN)/python benchmarks/peers.py run $(BENCH)
-	$(BIN)/python benchmarks/context_cost.py
-	$(BIN)/python benchmarks/experts_and_latent.py
-	$(BIN)/python benchmarks/http_cost.py --model work/bench-1b/model --quantization int8
+	$(BIN)/windlass pull qwen2.5-coder-1.5b
+	$(BIN)/python benchmarks/peers.py speed $(BENCH)
+	$(BIN)/python benchmarks/peers.py server
 
 lock: $(BIN)/python
 	$(INSTALL) --quiet uv

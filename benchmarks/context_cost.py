@@ -1,6 +1,6 @@
 """Cost of a decoded token by context length, compared with the bytes that it must read.
 
-    python benchmarks/context_cost.py [--shape 1b] [--quantization int8] [--kv-dtypes auto int8] [--rounds 5]
+    python benchmarks/context_cost.py [--model FILE.gguf] [--kv-dtypes auto int8] [--depths 256 4096 16384] [--rounds 5]
 
 The cache is filled with random keys and values, which take as long to read as computed ones. The bound is the bytes of
 weights, keys and values over the read bandwidth measured before and after each sample. Slopes are least-squares lines through
@@ -10,7 +10,6 @@ medians, of milliseconds and of the bytes readable in the time of a sample. Thei
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -18,20 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from harness import charts
-from harness.contestants import WindlassContestant
+from harness.contestants import Row, Windlass
+from harness.gguf_model import GGUFModel, open_model
 from harness.machine import describe
-from harness.measures import Measure
-from harness.places import Places
-from harness.prepare_peers import prepare_windlass
 from harness.quiet import quiet
 from harness.rates import Rates
-from harness.report import spread
-from harness.shape import SHAPES
+from harness.report import save, spread
 from harness.worker import WorkerError
 
 Sample = tuple[float, tuple[float, float]]  # seconds per token, and GB/s read right before and right after
 
-DEPTHS = [256, 2048, 4096, 8192, 12288, 16384, 24576, 32768]
+DEPTHS = [256, 2048, 4096, 8192, 12288, 16384, 24576, 32000]
 
 
 def slope(depths: list[float], seconds: list[float]) -> float:
@@ -74,60 +70,61 @@ def slopes_of(samples: dict[int, list[Sample]], bytes_per_token: float) -> dict[
     }
 
 
-def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
+def measure_curves(options: argparse.Namespace, model: GGUFModel) -> dict[str, Any]:
     """The report: a curve per KV dtype, all depths and dtypes in turns."""
-    shape, places = SHAPES[options.shape], Places(options.work.resolve(), options.shape)
-    kv_gb = (max(options.depths) + 256) * shape.kv_bytes_per_token("float32") / (1 << 30)
     load = {"before": os.getloadavg()[0]}
     machine = Rates(options.threads)
     rates = machine.samples()
-    workers: list[WindlassContestant] = []
+    workers: dict[str, Windlass] = {}
     left_out: dict[str, str] = {}
     samples: dict[str, dict[int, list[Sample]]] = {}
     foreign = 0.0
     try:
-        for kv_dtype in options.kv_dtypes:
-            worker = WindlassContestant(places, options.quantization, options.threads, kv_dtype, kv_gb)
+        for name in options.kv_dtypes:
+            most = max(options.depths) + 256
+            worker = Windlass(model, options.threads, options.work.resolve(), kv_cache_dtype=name, most=most)
             try:
-                worker.start()
+                worker.start("f16")
             except WorkerError as error:
-                left_out[worker.name] = str(error)
-                print(f"left out: {worker.name}: {error}", flush=True)
+                left_out[name] = str(error)
+                print(f"left out: {name}: {error}", flush=True)
                 continue
-            workers.append(worker)
-            samples[worker.name] = {depth: [] for depth in options.depths}
+            workers[name] = worker
+            samples[name] = {depth: [] for depth in options.depths}
         if not workers:
             raise SystemExit("error: nothing to measure: " + "; ".join(left_out.values()))
         for index in range(options.rounds):
             for depth in options.depths:
-                for worker in workers:
-                    if worker.name in left_out:
+                row = Row("depth", "", "decode", depth, steps=options.steps)
+                for name, worker in workers.items():
+                    if name in left_out:
                         continue
-                    measure = Measure("", "depth", prompt=depth, steps=options.steps)
                     try:
-                        ((value,), around), share, _ = quiet(
-                            lambda w=worker, m=measure: machine.around("read_gb_s", lambda p: w.measure(m, 1, p)),
+                        (value, around), share, _ = quiet(
+                            lambda w=worker, r=row: machine.around(  # type: ignore[misc]
+                                "read_gb_s", lambda prepared: w.measure(r, prepared)
+                            ),
                             options.max_foreign,
                             options.retries,
                             options.pause,
                         )
                     except WorkerError as error:
-                        left_out[worker.name] = f"round {index + 1} at {depth:,}: {error}"
-                        print(f"left out: {worker.name}: {left_out[worker.name]}", flush=True)
+                        left_out[name] = f"round {index + 1} at {depth:,}: {error}"
+                        print(f"left out: {name}: {left_out[name]}", flush=True)
                         continue
                     foreign = max(foreign, share)
-                    samples[worker.name][depth].append((1 / value, around))
+                    samples[name][depth].append((1 / value, around))
                     print(
-                        f"  round {index + 1}: {worker.name} at {depth:,}: {1000 / value:.1f} ms "
+                        f"  round {index + 1}: {name} at {depth:,}: {1000 / value:.1f} ms "
                         f"(read {around[0]:.1f}, then {around[1]:.1f} GB/s)",
                         flush=True,
                     )
         for name, more in machine.samples().items():
             rates[name] += more
-        info = {worker.name: worker.info() for worker in workers}
-        version = workers[0].version()
+        info = {name: worker.info for name, worker in workers.items()}
+        version = next(iter(workers.values())).version
     finally:
-        for worker in workers:
+        for worker in workers.values():
             worker.close()
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -137,8 +134,7 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
         "load": load | {"after": os.getloadavg()[0]},
         "largest_foreign_share": foreign,
         "versions": {"Windlass": version},
-        "model": options.shape,
-        "weights": "bf16" if options.quantization == "none" else options.quantization,
+        "model": model.file.name,
         "kv_cache_dtypes": {name: known["kv_cache_dtype"] for name, known in info.items()},
         "left_out": left_out,
         "curves": {},
@@ -159,8 +155,7 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="of the weights")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: that of `windlass pull qwen2.5-coder-1.5b`)")
     parser.add_argument("--kv-dtypes", nargs="+", default=["auto", "int8"], help="each makes a curve")
     parser.add_argument("--depths", nargs="+", type=int, default=DEPTHS)
     parser.add_argument("--steps", type=int, default=6, help="decoded tokens per sample")
@@ -175,16 +170,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: WORK/context_cost.json, and a .png of the same name")
     options = parser.parse_args()
     options.out = options.out or options.work / "context_cost.json"
-    if len(options.depths) < 2 or min(options.depths) < 1 or max(options.depths) > SHAPES[options.shape].context - 256:
-        parser.error(f"--depths: two or more, from 1 to {SHAPES[options.shape].context - 256}")
+    if len(options.depths) < 2 or min(options.depths) < 1:
+        parser.error("--depths: two or more, each at least 1")
     return options
 
 
 def main() -> None:
     options = parse_arguments()
-    prepare_windlass(Places(options.work.resolve(), options.shape), options.shape)
-    report = measure_curves(options)
-    options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    model = open_model(options.model)
+    if max(options.depths) > model.context - 256:
+        raise SystemExit(f"error: --depths must be at most {model.context - 256} with this model")
+    report = measure_curves(options, model)
+    save(report, options.out)
     for name, found in report["slopes"].items():
         share = found["share_of_read_bandwidth"]
         text = "no slope, the noise is larger" if share is None else f"{share:.0%} of the read bandwidth"

@@ -1,6 +1,6 @@
 """Cost of streaming over HTTP: processor time of the API process per chunk, and tokens per second compared with the bare engine.
 
-    python benchmarks/http_cost.py [--streams 8 64] [--rate 800 40000] [--seconds 5] [--model DIR --rounds 2] [--out FILE.json]
+    python benchmarks/http_cost.py [--streams 8 64] [--rate 800 40000] [--seconds 5] [--model MODEL --rounds 2] [--out FILE.json]
 
 First a scripted engine makes tokens at each `--rate` (per second, over all streams), which this process reads. Processor time
 per chunk hardly depends on other work on the machine; its inverse is the number of chunks that one core can send. At low
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from harness.machine import descendants, describe
-from harness.serving import serving
+from harness.machine import describe
+from harness.serving import Server, serving
 
 from windlass.engine.client.supervision import ProcessActivity
 from windlass.server.startup.engines import CORE_VARIABLE
@@ -89,43 +88,33 @@ def cost_of_chunks(streams: int, rate: float, seconds: float) -> dict[str, float
     }
     tokens = max(1, int(rate * seconds / streams))
     options = ["--max-model-len", str(tokens + 16), "--max-num-seqs", str(streams)]
-    with _serving(Path("demo"), options, environment) as url:
-        return asyncio.run(_measure(url, _process_of(url), streams, tokens, seconds))
+    with _serving(Path("demo"), options, environment) as server:
+        return asyncio.run(_measure(server.url, server.pid, streams, tokens, seconds))
 
 
-def beside_the_engine(model: Path, rounds: int, options: list[str]) -> dict[str, list[float]]:
+def beside_the_engine(
+    model: Path, rounds: int, options: list[str], *, streams: int = STREAMS, answer: int = ANSWER
+) -> dict[str, list[float]]:
     """Generated tokens per second of the whole run, of the engine alone and over HTTP in turns."""
     found: dict[str, list[float]] = {"engine": [], "http": []}
+    options = ["--max-num-seqs", str(streams), *options]
     for _ in range(rounds):
-        command = [*WINDLASS, "bench", "engine", str(model), "--json", "--batch-size", str(STREAMS)]
-        command += ["--input-len", str(PROMPT), "--output-len", str(ANSWER), *options]
-        found["engine"].append(_of_engine(json.loads(_output(command))))
-        with _serving(model, ["--max-num-seqs", str(STREAMS), *options], {}) as url:
-            found["http"].append(_of_server(url))
+        command = [*WINDLASS, "bench", "engine", str(model), "--json", "--batch-size", str(streams)]
+        command += ["--input-len", str(PROMPT), "--output-len", str(answer), *options]
+        report = json.loads(_output(command))
+        seconds = report["prefill_seconds"] + answer * report["decode_step_milliseconds"] / 1000
+        found["engine"].append(round(streams * answer / seconds, 1))
+        with _serving(model, options, {}) as server:
+            found["http"].append(_of_server(server.url, streams, answer))
     return found
 
 
-def _of_engine(report: dict[str, Any]) -> float:
-    seconds = report["prefill_seconds"] + ANSWER * report["decode_step_milliseconds"] / 1000
-    return round(STREAMS * ANSWER / seconds, 1)
-
-
-def _of_server(url: str) -> float:
+def _of_server(url: str, streams: int, answer: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [
-            *WINDLASS,
-            "bench",
-            "serve",
-            "--url",
-            url,
-            "--num-prompts",
-            str(STREAMS),
-            "--concurrency",
-            str(STREAMS),
-        ]
-        command += ["--input-len", str(PROMPT), "--output-len", str(ANSWER), "--ignore-eos", "--json", str(report)]
-        _output(command)
+        command = [*WINDLASS, "bench", "serve", "--url", url, "--json", str(report), "--ignore-eos"]
+        command += ["--num-prompts", str(streams), "--concurrency", str(streams)]
+        _output([*command, "--input-len", str(PROMPT), "--output-len", str(answer)])
         return round(float(json.loads(report.read_text())["output_tokens_per_second"]), 1)
 
 
@@ -134,19 +123,9 @@ def _output(command: list[str]) -> str:
 
 
 @contextmanager
-def _serving(model: Path, options: list[str], environment: dict[str, str]) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder, serving(model, options, Path(folder, "log"), environment) as url:
-        yield url
-
-
-def _process_of(url: str) -> int:
-    """The API process that listens there."""
-    port = str(urlsplit(url).port).encode()
-    for pid in descendants(os.getpid()):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"--port" in words and port in words:
-            return pid
-    raise SystemExit(f"error: no process of {url} is to be seen")
+def _serving(model: Path, options: list[str], environment: dict[str, str]) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder, serving(model, options, Path(folder, "log"), environment) as server:
+        yield server
 
 
 def main() -> None:
@@ -156,7 +135,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quantization", default="none")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {"machine": describe(), "date": time.strftime("%Y-%m-%d"), "chunks": []}
@@ -168,7 +146,7 @@ def main() -> None:
             f"{found['microseconds_per_chunk']} us of processor each: {found['chunks_per_core_second']:,.0f} a second on one core"
         )
     if options.model is not None:
-        both = beside_the_engine(options.model, options.rounds, ["--quantization", options.quantization])
+        both = beside_the_engine(options.model, options.rounds, [])
         report["model"], report["tokens_per_second"] = str(options.model), both
         engine, http = (statistics.median(both[name]) for name in ("engine", "http"))
         print(f"{STREAMS} streams: engine {engine:,.1f} tokens/s, over HTTP {http:,.1f}: {100 * http / engine:.1f} %")

@@ -1,345 +1,320 @@
-"""Windlass and the installed peers, interleaved in one run, on a random Llama of 1B shape or a small real model.
+"""Windlass next to ik_llama.cpp, llama.cpp and OpenVINO GenAI on one GGUF file, and the waiting time and memory of its server.
 
-    python benchmarks/peers.py prepare [--shape 135m --model DIRECTORY --metadata ORIGINAL.gguf]
-    python benchmarks/peers.py run [--shape 135m] [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
-    python benchmarks/peers.py quality TEXT        # perplexity and KL divergence of each peer's quantization
-    python benchmarks/peers.py reorder MODEL OUT   # the same model with its features permuted
+    python benchmarks/peers.py speed [--only decode-1 prompt-512 ...] [--contestants windlass ik] [--model FILE.gguf]
+    python benchmarks/peers.py server [--only start chat http busy lookup draft] [--draft FILE.gguf]
 
-prepare creates the models of all contestants. Each contestant runs in its own process, in turns (A B A B). A sample that other
-processes disturbed is repeated. The machine's rates are measured before and after each sample; bounds are computed from them.
-A call adds one run to the report, which is saved after each measure. Ratios and pictures stay within a run.
-benchmarks/README.md describes how to install the peers.
+The file is by default that of `windlass pull qwen2.5-coder-1.5b`, which all programs read as it is. Contestants take turns, round
+by round. Right before each sample the read bandwidth of the machine is measured, and before prompts the rate of torch's bfloat16
+`linear` on the model's layers. A sample that other processes disturbed is repeated. The report is saved after every row. Programs
+that are not installed are left out; benchmarks/README.md has the commands that install them.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import math
 import os
+import shlex
 import statistics
+import sys
 import time
+from abc import ABC, abstractmethod
 from collections import abc
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness import charts, peers_quality, prepare_peers, reordered_model
-from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
+from harness import charts
+from harness.contestants import CONTESTANTS, ROWS, Contestant, Row, Windlass
+from harness.gguf_model import GGUFModel, open_model
 from harness.machine import describe
-from harness.measures import GROUPS, MOST_STREAMS, Measure, measures_of
-from harness.places import Places
-from harness.prepare_peers import prepare_real, prepare_windlass
 from harness.quiet import quiet
 from harness.rates import Rates
-from harness.report import (
-    GOALS,
-    REAL_GOALS,
-    SCHEMA,
-    add_bound,
-    attention_rate,
-    by_contestant,
-    check,
-    rate_of_kind,
-    ratios,
-    sample_rates,
-    spread,
-    table,
-)
-from harness.shape import REAL, SHAPES
+from harness.report import save, spread, three_digits
+from harness.server_rows import ServerRows
 from harness.subcommands import run_subcommand
 from harness.worker import WorkerError
 
-_CORES = os.cpu_count() or 1
 _Value = TypeVar("_Value")
+Result = dict[str, Any]
+Ratio = dict[str, Any]
 
 
-class Run:
-    """One run of some groups of measures, with its samples and results."""
+class Run(ABC):
+    """A run of either command with its report, which is saved after each row."""
 
-    def __init__(self, options: argparse.Namespace, keep: abc.Callable[[Run], None] = lambda run: None) -> None:
-        """keep: called when results were added."""
-        self.options, self._keep = options, keep
-        self._before = os.getloadavg()[0]
-        self.places = Places(options.work.resolve(), options.shape)
-        self.shape = SHAPES[options.shape]
-        self.results: list[dict[str, Any]] = []
-        self.left_out: list[dict[str, str]] = []
-        self.versions: dict[str, str] = {}
-        self.rates: dict[str, list[float]] = {}
-
-    def carry_out(self) -> dict[str, Any]:
-        self.measure_rates()
-        for kind in self.options.only:
-            self._group(kind)
-            self.measure_rates()  # again, so that their spread shows changes of the machine
-        return self.so_far()
-
-    def so_far(self) -> dict[str, Any]:
-        """The run as the report stores it, with the results so far."""
-        run = {
+    def __init__(self, options: argparse.Namespace, model: GGUFModel) -> None:
+        self.options, self.model = options, model
+        self.report: dict[str, Any] = {
+            "command": shlex.join(["python", "benchmarks/peers.py", *_words()]),
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": describe(),
-            "threads": self.options.threads,
-            "rounds": self.options.rounds,
-            "max_foreign": self.options.max_foreign,
-            "rates": {name: spread(samples) for name, samples in self.rates.items()},
-            "load": {"before": self._before, "after": os.getloadavg()[0]},
-            "versions": self.versions,
-            "results": self.results,
-            "left_out": self.left_out,
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "model": {
+                "file": model.file.name,
+                "bytes": model.file.stat().st_size,
+                "weight_bytes_per_token": model.weight_bytes,
+            },
+            "versions": {},
+            "results": [],
+            "ratios": [],
+            "left_out": [],
         }
-        if self.places.quality.exists():  # written by `peers.py quality`
-            run["quality"] = json.loads(self.places.quality.read_text("utf-8"))["contestants"]
-        goals = {"1b": GOALS, **dict.fromkeys(REAL, REAL_GOALS)}.get(self.options.shape, ())
-        run["ratios"] = ratios(run, goals)
-        run["derived"] = self._derived()
-        return run
 
-    def measure_rates(self) -> None:
-        for name, samples in self._machine.samples().items():
-            self.rates.setdefault(name, []).extend(samples)
+    def quiet(self, work: abc.Callable[[], _Value]) -> tuple[_Value, float, int]:
+        return quiet(work, self.options.max_foreign, self.options.retries, self.options.pause)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        found = {"name": name, "reason": reason}
+        if found not in self.report["left_out"]:
+            print(f"left out: {name}: {reason}", flush=True)
+            self.report["left_out"].append(found)
+            self.save()
+
+    def add(self, results: abc.Iterable[Result]) -> None:
+        """Add the results of a row, with their statistics."""
+        self.report["results"] += [result | spread(result["samples"]) for result in results]
+        self.save()
+
+    def save(self) -> None:
+        self.report["ratios"] = self.ratios(self.report["results"])
+        save(self.report, self.options.out)
+
+    @abstractmethod
+    def ratios(self, results: list[Result]) -> list[Ratio]: ...
+
+
+class SpeedRun(Run):
+    """The rows of all contestants in turns."""
+
+    def carry_out(self) -> None:
+        for cache in ("f16", "q8_0"):
+            rows = [row for row in ROWS.values() if row.name in self.options.only and row.cache == cache]
+            started: list[Contestant] = []
+            try:
+                for kind in CONTESTANTS if rows else ():
+                    name = kind.program.lower()
+                    if any(name.startswith(part.lower()) for part in self.options.contestants or [name]):
+                        self._start(kind(self.model, self.options.threads, self.options.work), cache, started)
+                for row in rows:
+                    self._measure(row, started)
+            finally:
+                for contestant in started:
+                    contestant.close()
+
+    def _start(self, contestant: Contestant, cache: str, started: list[Contestant]) -> None:
+        print(f"starting {contestant.program}", flush=True)
+        try:
+            contestant.start(cache)
+            started.append(contestant)
+        except WorkerError as error:
+            self.leave_out(contestant.program, str(error))
 
     @functools.cached_property
     def _machine(self) -> Rates:
-        return Rates(self.options.threads)
+        machine = Rates(self.options.threads)
+        for row in ROWS.values():
+            if row.kind == "prompt" and row.name in self.options.only:
+                machine.add_linear(row.name, self.model.layer_shapes, row.tokens)
+        return machine
 
-    def _group(self, kind: str) -> None:
-        wanted = [name.lower() for name in self.options.contestants]
-        contestants = contestants_for(
-            kind, self.places, self.options.threads, self.shape.vocab, self.options.kv_gb, self.options.kv_dtypes
-        )
-        started: list[Contestant] = []
-        try:
-            for contestant in contestants:
-                if wanted and not any(part in contestant.name.lower() for part in wanted):
-                    continue
-                if contestant.slow and not wanted:
-                    self._leave_out(contestant, "takes minutes to start: name it with --contestants")
-                    continue
-                try:
-                    if kind != "startup":
-                        print(f"starting {contestant.name}", flush=True)
-                        contestant.start()
-                    started.append(contestant)
-                except WorkerError as error:
-                    self._leave_out(contestant, str(error))
-            if kind == "startup":
-                self._startups(started)
-            else:
-                for measure in measures_of(  # type: ignore[arg-type]
-                    kind, tuple(self.options.depths), self.shape.pace, tuple(self.options.streams)
-                ):
-                    self._measure(measure, started)
-        finally:
-            for contestant in started:
-                contestant.close()
+    def _sample(self, contestant: Contestant, row: Row) -> dict[str, float]:
+        """Tokens per second, and the machine's rates right before."""
+        rates: dict[str, float] = {}
 
-    def _measure(self, measure: Measure, contestants: list[Contestant]) -> None:
-        samples: dict[str, list[float]] = {c.name: [] for c in contestants}
-        foreign: dict[str, list[float]] = {c.name: [] for c in contestants}
-        around: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
-        rate = rate_of_kind(measure.kind)
-        discarded = dict.fromkeys(samples, 0)
-        failed: set[str] = set()
-        rounds = self.options.rounds
-        for index in range(rounds):
-            # Every other round runs backwards, so that the predecessor of a contestant varies.
-            for contestant in contestants if index % 2 == 0 else reversed(contestants):
-                name = contestant.name
-                if name in failed or len(samples[name]) >= rounds:
-                    continue
-                try:
-                    (values, pair), share, repeats = self._quiet(
-                        lambda c=contestant: self._machine.around(rate, lambda p: c.measure(measure, rounds, p))
-                    )
-                except (WorkerError, ValueError) as error:
-                    self._leave_out(contestant, f"{measure.name}: {error}")
-                    failed.add(name)
-                    continue
-                samples[name] += values
-                around[name] += [pair] * len(values)  # one command may return several values
-                foreign[name].append(share)
-                discarded[name] += repeats
-                shown = ", ".join(f"{value:.2f}" for value in values)
-                print(
-                    f"  {measure.name}, round {index + 1}/{rounds}: {name}: {shown} tokens/s "
-                    f"({rate} {pair[0]:.1f}, then {pair[1]:.1f})",
-                    flush=True,
-                )
-        for contestant in contestants:
-            if samples[contestant.name]:
-                self.versions[contestant.program] = contestant.version()
-                result = self._add(contestant, measure.name, "tokens/s", samples[contestant.name])
-                result.update(kind=measure.kind, streams=measure.streams, prompt=measure.prompt)
-                result.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
-                result["weight_bytes"] = contestant.weight_bytes()
-                if cache := contestant.cache():
-                    result["kv_cache_dtype"], result["kv_bytes_per_token"] = cache
-                result["rates"] = {rate: around[contestant.name]}
-                add_bound(result, self.shape)
-        self._keep(self)
+        def measure_rates() -> None:
+            rates["read_gb_s"] = self._machine.now("read_gb_s")
+            if row.kind == "prompt":
+                rates["linear_gflop_s"] = self._machine.now(row.name)
 
-    def _startups(self, contestants: list[Contestant]) -> None:
-        seconds: dict[str, list[float]] = {}
-        peaks: dict[str, list[float]] = {}
-        foreign: dict[str, list[float]] = {}
-        discarded: dict[str, int] = {}
+        return {"samples": contestant.measure(row, measure_rates)} | rates
+
+    def _measure(self, row: Row, contestants: list[Contestant]) -> None:
+        results: dict[str, Result] = {}
         failed: set[str] = set()
         for index in range(self.options.rounds):
-            for contestant in contestants:
-                if contestant.name in failed:
+            # Every other round runs backwards, so that the predecessor of a contestant varies.
+            for contestant in contestants if index % 2 == 0 else reversed(contestants):
+                program = contestant.program
+                if program in failed:
                     continue
                 try:
-                    found, share, repeats = self._quiet(contestant.startup)
+                    found, share, discarded = self.quiet(lambda c=contestant: self._sample(c, row))  # type: ignore[misc]
                 except WorkerError as error:
-                    self._leave_out(contestant, f"startup: {error}")
-                    failed.add(contestant.name)
+                    self.leave_out(program, f"{row.title}: {error}")
+                    failed.add(program)
                     continue
-                if found is None:
-                    failed.add(contestant.name)  # a contestant without a start-up
-                    continue
-                seconds.setdefault(contestant.name, []).append(found[0])
-                peaks.setdefault(contestant.name, []).append(found[1] / 1e9)
-                foreign.setdefault(contestant.name, []).append(share)
-                discarded[contestant.name] = discarded.get(contestant.name, 0) + repeats
+                command = shlex.join(contestant.command(row))
+                result = results.setdefault(program, _result(row.name, program, "tokens/s", command))
+                _add(result, found, share, discarded)
+                self.report["versions"][program] = contestant.version
+                rates = ", ".join(f"{name} {three_digits(value)}" for name, value in found.items() if name != "samples")
                 print(
-                    f"  startup, round {index + 1}: {contestant.name}: {found[0]:.2f} s, {found[1] / 1e9:.2f} GB",
+                    f"  {row.title}, round {index + 1}: {program}: {three_digits(found['samples'])} tokens/s ({rates})",
                     flush=True,
                 )
-        for contestant in contestants:
-            if contestant.name in seconds:
-                ready = self._add(contestant, "time to ready", "s", seconds[contestant.name])
-                ready.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
-                memory = self._add(contestant, "peak memory", "GB", peaks[contestant.name])
-                memory.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
-                if contestant.program == "Windlass":
-                    allowed = self.shape.weight_bytes(contestant.weights) + STARTUP_KV_BYTES + 400e6
-                    memory["allowed_gb"] = allowed / 1e9
-        self._keep(self)
+        self.add(results.values())
 
-    def _add(self, contestant: Contestant, measure: str, unit: str, samples: list[float]) -> dict[str, Any]:
-        result: dict[str, Any] = {
-            "measure": measure,
-            "contestant": contestant.name,
-            "program": contestant.program,
-            "weights": contestant.weights,
-            "kv_dtype": contestant.kv_dtype,
-            "unit": unit,
-            "samples": samples,
-            "foreign": [],
-            "discarded": 0,
-            **spread(samples),
-        }
-        self.results.append(result)
-        return result
-
-    def _quiet(self, work: abc.Callable[[], _Value]) -> tuple[_Value, float, int]:
-        return quiet(work, self.options.max_foreign, self.options.retries, self.options.pause)
-
-    def _leave_out(self, contestant: Contestant, reason: str) -> None:
-        print(f"left out: {contestant.name}: {reason}", flush=True)
-        self.left_out.append({"contestant": contestant.name, "reason": reason})
-
-    def _derived(self) -> dict[str, float]:
-        """Figures derived from two measures of one contestant."""
-        by_name = {(r["measure"], r["contestant"]): r for r in self.results}
-        derived: dict[str, float] = {}
-        for (measure, name), short in by_name.items():
-            long = by_name.get(("prefill 4,096", name))
-            if measure == "prefill 512" and long:
-                rate = attention_rate(short, long, self.shape, (512, 4096))
-                if math.isfinite(rate):
-                    derived[f"prefill attention, {name}, Gflop/s"] = rate
-                    products = statistics.median(sample_rates(long, "fp32_gflop_s"))
-                    derived[f"prefill attention, {name}, over the float32 matrix rate"] = rate / products
-        return derived
+    def ratios(self, results: list[Result]) -> list[Ratio]:
+        return speed_ratios(results, self.model)
 
 
-def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure the installed contestants.")
-    parser.add_argument(
-        "--only", nargs="+", choices=GROUPS, default=["decode", "prefill", "startup"], help="groups to run"
-    )
-    parser.add_argument(
-        "--contestants", nargs="+", default=[], metavar="PART", help="only names that contain one of these"
-    )
-    parser.add_argument(
-        "--depths", nargs="+", type=int, help="for the group depth (default 4096 8192, of a real model 512 4096)"
-    )
-    parser.add_argument(
-        "--streams", nargs="+", type=int, default=[1, 8], help="for the group decode: how many at once, up to 64 (1 8)"
-    )
+def _result(row: str, program: str, unit: str, command: str) -> Result:
+    return {"row": row, "program": program, "unit": unit, "command": command}
+
+
+def _add(result: Result, found: dict[str, float], share: float, discarded: int) -> None:
+    for name, value in (found | {"foreign": share}).items():
+        result.setdefault(name, []).append(value)
+    result["discarded"] = result.get("discarded", 0) + discarded
+
+
+def speed_ratios(results: list[Result], model: GGUFModel) -> list[Ratio]:
+    """Figures without a unit, each with its program: shares of what the machine allows, and quotients of medians."""
+    by_name = {(result["row"], result["program"]): result for result in results}
+    ratios: list[Ratio] = []
+
+    def add(name: str, program: str, value: float, **more: str) -> None:
+        ratios.append({"name": name, "program": program, "value": value, **more})
+
+    for (name, program), result in by_name.items():
+        row = ROWS[name]
+        if row.kind == "decode" and row.streams == 1:
+            # The context grows by a token per step.
+            step_bytes = model.step_bytes(1, row.tokens + row.steps // 2, row.cache)
+            shares = _quotients(result, "read_gb_s", step_bytes / 1e9)
+            add(f"{row.title}: bytes read / read bandwidth", program, statistics.median(shares))
+        if row.kind == "prompt":
+            shares = _quotients(result, "linear_gflop_s", model.prompt_flop(row.tokens) / row.tokens / 1e9)
+            add(f"{row.title}: operations / bfloat16 linear", program, statistics.median(shares))
+        for more, fewer in (("decode-8", "decode-1"), ("decode-32", "decode-8")):
+            if name == more and (base := by_name.get((fewer, program))):
+                title = f"{ROWS[more].streams} streams / {ROWS[fewer].streams}"
+                add(title, program, result["median"] / base["median"])
+        others = [one for (row_name, other), one in by_name.items() if row_name == name and other != Windlass.program]
+        if program == Windlass.program and others:
+            best = max(others, key=lambda one: one["median"])
+            add(f"{row.title}: over the best other", program, result["median"] / best["median"], over=best["program"])
+    return ratios
+
+
+def _quotients(result: Result, rate: str, per_token: float) -> list[float]:
+    return [sample * per_token / found for sample, found in zip(result["samples"], result[rate], strict=True)]
+
+
+class ServerRun(Run):
+    """The rows of the server, each in all rounds."""
+
+    def carry_out(self) -> None:
+        rows = ServerRows(self.model, self.options).rows
+        self.report["versions"][Windlass.program] = _version()
+        for name in self.options.only:
+            if name not in rows:
+                self.leave_out(name, "needs a draft model: name one with --draft FILE.gguf")
+                continue
+            results: dict[str, Result] = {}
+            try:
+                for index in range(self.options.rounds):
+                    figures, share, discarded = self.quiet(rows[name])
+                    for figure, (value, unit) in figures.items():
+                        result = results.setdefault(
+                            figure, _result(figure, Windlass.program, unit, self.report["command"])
+                        )
+                        _add(result, {"samples": value}, share, discarded)
+                        print(f"  round {index + 1}: {figure}: {three_digits(value)} {unit}", flush=True)
+            except WorkerError as error:
+                self.leave_out(name, str(error))
+            self.add(results.values())
+
+    def ratios(self, results: list[Result]) -> list[Ratio]:
+        return [
+            {"name": one["row"], "program": one["program"], "value": one["median"]}
+            for one in results
+            if one["unit"] in ("ratio", "decode steps")
+        ]
+
+
+def _version() -> str:
+    import torch
+
+    import windlass
+
+    return f"{windlass.__version__}, torch {torch.__version__}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """A report in Markdown."""
+    lines = [
+        f"{report['date']}, {report['machine']['cpu']}, {report['threads']} threads, {report['model']['file']}",
+        "",
+    ]
+    lines += ["| row | program | median | minimum to maximum | foreign processor time |", "|---|---|--:|--:|--:|"]
+    lines += [
+        f"| {ROWS[r['row']].title if r['row'] in ROWS else r['row']} | {r['program']} | {three_digits(r['median'])} {r['unit']} "
+        f"| {three_digits(r['min'])} to {three_digits(r['max'])} | {max(r['foreign']):.0%} |"
+        for r in report["results"]
+    ]
+    lines += ["", "| ratio | program | value |", "|---|---|--:|"]
+    for ratio in report["ratios"]:
+        over = f" ({ratio['over']})" if "over" in ratio else ""
+        lines.append(f"| {ratio['name']}{over} | {ratio['program']} | {ratio['value']:.2f} |")
+    return "\n".join([*lines, "", *(f"left out: {one['name']}: {one['reason']}" for one in report["left_out"])])
+
+
+def parse_arguments(name: str, rows: abc.Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=f"Options of `peers.py {name}`.")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: that of `windlass pull qwen2.5-coder-1.5b`)")
+    parser.add_argument("--only", nargs="+", choices=rows, default=rows, help="rows to measure (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=_CORES)
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--kv-gb", type=float, default=2.5, help="Windlass's KV cache in GiB (default 2.5)")
+    parser.add_argument("--threads", type=int, help="default: all cores; of servers their own default")
     parser.add_argument(
-        "--kv-dtypes", nargs="+", default=["int8", "auto"], help="Windlass's KV dtypes in the group depth"
+        "--max-foreign", type=float, default=0.05, help="share of the machine that others may use (default 0.05)"
     )
     parser.add_argument(
-        "--max-foreign", type=float, default=0.05, help="share of the machine that others may use (0.05)"
+        "--retries", type=int, default=3, help="how often a disturbed sample is taken again (default 3)"
     )
-    parser.add_argument("--retries", type=int, default=3, help="how often a disturbed sample is taken again")
-    parser.add_argument("--pause", type=float, default=5.0, help="seconds to wait before that")
-    parser.add_argument("--work", type=Path, default=Path("work"), help="folder of models and peers (default: work)")
-    parser.add_argument("--out", type=Path, help="report to write or add to (default: WORK/peers.json)")
-    parser.add_argument("--picture", type=Path, help="bar chart to draw (default: the report's name with .png)")
-    options = parser.parse_args(arguments)
-    options.depths = options.depths or ([512, 4096] if options.shape in REAL else [4096, 8192])
-    if min(options.rounds, options.threads, *options.depths, *options.streams) < 1:
-        parser.error("--rounds, --threads, --depths and --streams must be at least 1")
-    if max(options.streams) > MOST_STREAMS:
-        parser.error(f"--streams must be at most {MOST_STREAMS}")
-    if max(options.depths) + 1024 > SHAPES[options.shape].context:
-        parser.error(f"--depths must stay below {SHAPES[options.shape].context - 1024}")
-    options.out = options.out or options.work / (
-        "peers.json" if options.shape == "1b" else f"peers_{options.shape}.json"
-    )
+    parser.add_argument("--pause", type=float, default=5.0, help="seconds to wait before that (default 5)")
+    parser.add_argument("--work", type=Path, default=Path("work"), help="folder of the programs (default: work)")
+    parser.add_argument("--out", type=Path, help=f"report to write (default: WORK/peers_{name}.json)")
+    if name == "speed":
+        parser.add_argument("--contestants", nargs="+", metavar="NAME", help="beginnings of names (default: all)")
+    else:
+        parser.add_argument("--draft", type=Path, help="GGUF file of a draft model, for the row `draft`")
+    options = parser.parse_args()
+    options.serve = ["--threads", str(options.threads)] if options.threads else []
+    options.threads = options.threads or os.cpu_count() or 1
+    if min(options.rounds, options.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    options.work = options.work.resolve()
+    options.out = options.out or options.work / f"peers_{name}.json"
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
-    places = Places(options.work.resolve(), options.shape)
-    if options.shape in REAL:
-        prepare_real(places, None, None)
-    else:
-        prepare_windlass(places, options.shape)
-    report: dict[str, Any] = {"schema": SCHEMA, "model": options.shape, "runs": []}
-    if options.out.exists():
-        report = json.loads(options.out.read_text(encoding="utf-8"))
-        check(report)
-        if report["model"] != options.shape:
-            raise SystemExit(f"error: {options.out} is about the {report['model']} shape: name another file with --out")
-    earlier = report["runs"]
+def _words() -> list[str]:
+    """The arguments of this program, the subcommand included."""
+    return [*sys.argv[0].split()[1:], *sys.argv[1:]]
 
-    def keep(run: dict[str, Any]) -> None:
-        report["runs"] = [*earlier, run]
-        check(report)
-        partial = options.out.with_name(options.out.name + ".partial")
-        partial.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(options.out)
 
-    run = Run(options, lambda run: keep(run.so_far())).carry_out()
-    keep(run)
-    print("\n" + table(run) + "\n\n" + by_contestant(run))
-    picture = options.picture or options.out.with_suffix(".png")
+def speed() -> None:
+    options = parse_arguments("speed", list(ROWS))
+    run = SpeedRun(options, open_model(options.model))
+    run.carry_out()
+    print("\n" + table(run.report))
+    if not run.report["results"]:
+        raise SystemExit("error: nothing was measured")
     try:
-        if len(options.streams) > 2 and "decode" in options.only:
-            charts.save(lambda: charts.draw_streams(run), picture)
-        else:
-            charts.save(lambda: charts.draw_bars(report), picture)
-        print(f"\nwrote {options.out} and {picture}")
+        charts.save(lambda: charts.draw_programs(run.report, ROWS), options.out.with_suffix(".png"))
+        print(f"\nwrote {options.out} and a picture of the same name")
     except ImportError:
         print(f"\nwrote {options.out}; no picture, matplotlib is not installed")
 
 
+def server() -> None:
+    options = parse_arguments("server", ["start", "chat", "http", "busy", "lookup", "draft"])
+    run = ServerRun(options, open_model(options.model))
+    run.carry_out()
+    print("\n" + table(run.report) + f"\n\nwrote {options.out}")
+
+
 if __name__ == "__main__":
-    commands = {
-        "prepare": prepare_peers.main,
-        "run": main,
-        "quality": peers_quality.main,
-        "reorder": reordered_model.main,
-    }
-    run_subcommand(__doc__, commands)
+    run_subcommand(__doc__, {"speed": speed, "server": server})

@@ -27,6 +27,7 @@ from windlass.engine.interface.config import (
     CacheConfig,
     ComputeConfig,
     EngineConfig,
+    Quantization,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -35,26 +36,16 @@ from windlass.engine.interface.request import EngineRequest, SamplingParams
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 
 
-def engine(model: Path, tokens: int, options: argparse.Namespace) -> EngineCore:
+def engine(
+    model: Path, speculation: SpeculationConfig, streams: int, quantization: Quantization = "none"
+) -> EngineCore:
     return EngineCore(
         EngineConfig(
             model=str(model),
-            compute=ComputeConfig(device="cpu", quantization=options.quantization),
+            compute=ComputeConfig(device="cpu", quantization=quantization),
             cache=CacheConfig(memory=1 << 30, prefix_caching=False),
-            scheduling=SchedulerConfig(
-                max_num_seqs=max(options.streams),
-                target_step_seconds=0.0,
-                speculation=_speculation(tokens, options),
-            ),
+            scheduling=SchedulerConfig(max_num_seqs=streams, target_step_seconds=0.0, speculation=speculation),
         )
-    )
-
-
-def _speculation(tokens: int, options: argparse.Namespace) -> SpeculationConfig:
-    if not options.mtp or not tokens:
-        return SpeculationConfig(num_tokens=tokens)
-    return SpeculationConfig(
-        mtp=True, draft_tokens=tokens, quantization=options.draft_quantization, adaptive=options.adaptive
     )
 
 
@@ -83,15 +74,21 @@ def answer(
 
 
 def measure(
-    engines: dict[str, EngineCore], repetitive: bool, streams: int, options: argparse.Namespace
+    engines: dict[str, EngineCore],
+    asked: list[list[int]],
+    kind: str,
+    *,
+    max_tokens: int,
+    repeats: int,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
-    asked = prompts(repetitive, streams, options.length, engines["on"].info.vocab_size)
+    """Tokens per second of the engines `on` and `off` for these prompts. kind: of the text, for display."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     before = engines["on"].stats()
     answers: dict[str, list[list[int]]] = {}
-    for i in range(options.repeats + 1):
+    for i in range(repeats + 1):
         for name in list(engines)[:: 1 if i % 2 else -1]:
-            rate, answers[name] = answer(engines[name], asked, options.max_tokens, 0.0 if repetitive else 1.0)
+            rate, answers[name] = answer(engines[name], asked, max_tokens, temperature)
             if i:  # the first round warms up
                 rates[name].append(rate)
     after = engines["on"].stats()
@@ -110,9 +107,8 @@ def measure(
     figures = "  ".join(
         f"{n} {result[n]['median']:8.1f} ({result[n]['min']:.1f} to {result[n]['max']:.1f})" for n in rates
     )
-    kind = "repetitive" if repetitive else "not repetitive"
     print(
-        f"{kind:15} {streams:3} streams  tokens/s {figures}  x {result['on_over_off']:.2f}  "
+        f"{kind:15} {len(asked):3} streams  tokens/s {figures}  x {result['on_over_off']:.2f}  "
         f"{accepted} of {proposed} proposed tokens accepted, answers {'equal' if result['same_answers'] else 'DIFFER'}",
         flush=True,
     )
@@ -135,19 +131,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    engines = {name: engine(options.model, tokens, options) for name, tokens in (("off", 0), ("on", options.tokens))}
+    chosen = SpeculationConfig(num_tokens=options.tokens)
+    if options.mtp:
+        chosen = SpeculationConfig(
+            mtp=True,
+            draft_tokens=options.tokens,
+            quantization=options.draft_quantization,
+            adaptive=options.adaptive,
+        )
+    engines = {
+        name: engine(options.model, config, max(options.streams), options.quantization)
+        for name, config in (("off", SpeculationConfig()), ("on", chosen))
+    }
     info = engines["on"].info
     print(
         f"{kernels.bind('cpu').explain()}, {options.threads} threads, "
         f"{info.num_parameters / 1e6:.0f} M parameters, {info.weight_dtype}"
     )
-    results = {
-        f"{'repetitive' if repetitive else 'not repetitive'}, {streams} streams": measure(
-            engines, repetitive, streams, options
-        )
-        for repetitive in (True, False)
-        for streams in options.streams
-    }
+    results = {}
+    for kind, temperature in (("repetitive", 0.0), ("not repetitive", 1.0)):
+        for streams in options.streams:
+            asked = prompts(kind == "repetitive", streams, options.length, info.vocab_size)
+            sizes = {"max_tokens": options.max_tokens, "repeats": options.repeats}
+            results[f"{kind}, {streams} streams"] = measure(engines, asked, kind, temperature=temperature, **sizes)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

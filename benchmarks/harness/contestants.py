@@ -1,348 +1,282 @@
-"""Contestants: Windlass and the installed peers, each of which can start, measure and stop.
-
-A contestant that lacks something raises WorkerError when it starts; the caller decides what to do about it.
-"""
+"""Contestants: Windlass, ik_llama.cpp, llama.cpp and OpenVINO GenAI, which measure the same rows on the same GGUF file."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-from harness import llama_cpp
-from harness.measures import MOST_STREAMS, Measure
-from harness.places import Places
-from harness.serving import time_to_ready
-from harness.shape import REAL
+from harness.gguf_model import GGUFModel
 from harness.worker import Worker, WorkerError
 
-_BENCHMARKS = Path(__file__).resolve().parents[1]
-STARTUP_KV_BYTES = 512 << 20
-_COMMAND_SECONDS = 7200
-Prepared = Callable[[], None]
+BENCHMARKS = Path(__file__).resolve().parents[1]
+_COMMAND_SECONDS = 3600
+_SPEED_COLUMN = 7  # S_TG of llama-batched-bench's table
 
 
-class Contestant(Protocol):
-    """program: Windlass, OpenVINO, llama.cpp or vLLM. weights: a key of WEIGHT_BITS. kv_dtype: what the cache holds, if known.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure in tokens per second of all streams together.
 
-    slow: takes so long to start that it takes part only when it is named.
+    decode: `streams` sequences after `tokens` tokens each, `steps` further tokens each. prompt: one prompt of `tokens` tokens.
+    cache: f16 means each program's default.
+    """
 
-    weight_bytes: of what a decode step reads, None where the program does not report it.
-    cache: the dtype that its cache has now and its bytes of a token, None where the program does not report it.
-    measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra. It calls
-    `prepared` when only the timed part remains, or before its command where it cannot be held there.
-    startup returns seconds until ready and peak bytes, or None where the program has no such thing.
+    name: str
+    title: str
+    kind: Literal["decode", "prompt"]
+    tokens: int
+    streams: int = 1
+    steps: int = 0
+    cache: Literal["f16", "q8_0"] = "f16"
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("decode-1", "decode, 1 stream", "decode", 32, steps=64),
+        Row("decode-8", "decode, 8 streams", "decode", 32, streams=8, steps=32),
+        Row("decode-32", "decode, 32 streams", "decode", 32, streams=32, steps=16),
+        Row("prompt-512", "prompt of 512", "prompt", 512),
+        Row("prompt-2048", "prompt of 2,048", "prompt", 2048),
+        Row("depth-16384", "decode after 16,384, 8-bit cache", "decode", 16384, steps=16, cache="q8_0"),
+    )
+}
+
+_MOST_TOKENS = max(row.streams * (row.tokens + row.steps + 64) for row in ROWS.values())
+
+
+class Contestant(ABC):
+    """A program, which runs one command per sample unless it is started. Methods raise WorkerError, with the reason.
+
+    install: command that installs it.
     """
 
     program: str
-    name: str
-    weights: str
-    kv_dtype: str
-    slow: bool
+    install: str
 
-    def start(self) -> None: ...
-    def version(self) -> str: ...
-    def weight_bytes(self) -> float | None: ...
-    def cache(self) -> tuple[str, float] | None: ...
-    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]: ...
-    def startup(self) -> tuple[float, int] | None: ...
-    def close(self) -> None: ...
-
-
-class _InWorker(ABC):
-    """A contestant that answers in a worker process of its own."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
+    def __init__(self, model: GGUFModel, threads: int, work: Path) -> None:
+        self.model, self.threads, self.work = model, threads, work
+        self.version = "unknown"
 
     @abstractmethod
-    def _launch(self) -> Worker:
-        """A worker that has loaded the model. Raises WorkerError if it cannot be started."""
+    def start(self, cache: str) -> None:
+        """Prepare for rows with this cache."""
 
-    def start(self) -> None:
-        self._worker = self._launch()
+    @abstractmethod
+    def command(self, row: Row) -> list[str]:
+        """The command that measures a row."""
 
-    def version(self) -> str:
-        return str(self._started().info["version"])
+    @abstractmethod
+    def measure(self, row: Row, prepared: Callable[[], None]) -> float:
+        """Tokens per second. Calls `prepared` right before the timed part, or before its command."""
 
-    def weight_bytes(self) -> float | None:
-        return None
+    def close(self) -> None:
+        return
 
-    def cache(self) -> tuple[str, float] | None:
-        return None
+    def _log(self) -> Path:
+        folder = self.work / "bench-logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{self.program.lower().replace(' ', '-')}.log"
 
-    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
-        return self._started().measure(measure.to_dict(), prepared)
+    def _check_installed(self, *files: Path) -> None:
+        missing = [str(file) for file in files if not file.exists()]
+        if missing:
+            raise WorkerError(f"not installed, no {', '.join(missing)}. To install it: {self.install}")
 
-    def startup(self) -> tuple[float, int] | None:
-        from harness.machine import peak_memory
 
-        worker = self._launch()
-        try:
-            for request in (Measure("", "decode", streams=8), Measure("", "prefill", prompt=512)):
-                worker.measure(request.to_dict())
-            return worker.ready_seconds, peak_memory([worker.process.pid])
-        finally:
-            worker.close()
+class _InWorker(Contestant):
+    """A contestant that stays loaded in a process."""
+
+    _worker: Worker | None = None
+    _command: list[str]
+
+    def start(self, cache: str) -> None:
+        path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads)}
+        self._command = self._worker_command(cache)
+        self._worker = Worker(self._command, log=self._log(), environment=environment)
+        self.version = str(self._worker.info["version"])
+
+    def command(self, row: Row) -> list[str]:
+        return self._command
+
+    @abstractmethod
+    def _worker_command(self, cache: str) -> list[str]: ...
+
+    def measure(self, row: Row, prepared: Callable[[], None]) -> float:
+        if self._worker is None:
+            raise WorkerError("not started")
+        request = {"kind": row.kind, "tokens": row.tokens, "streams": row.streams, "steps": row.steps}
+        return self._worker.measure(request, prepared)
 
     def close(self) -> None:
         if self._worker:
             self._worker.close()
             self._worker = None
 
-    def _started(self) -> Worker:
-        if self._worker is None:
-            raise WorkerError("not started")
-        return self._worker
 
-
-class WindlassContestant(_InWorker):
-    """The engine in a worker process; `windlass serve` for the start-up. dtype: what it computes in."""
+class Windlass(_InWorker):
+    """The engine with scheduling and sampling, without HTTP. kv_cache_dtype: overrides that of the rows."""
 
     program = "Windlass"
-    slow = False
+    install = "make serve"
 
     def __init__(
-        self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float, dtype: str = "auto"
+        self,
+        model: GGUFModel,
+        threads: int,
+        work: Path,
+        *,
+        kv_cache_dtype: str | None = None,
+        most: int = _MOST_TOKENS,
     ) -> None:
-        super().__init__()
-        self.weights = quantization
-        self.kv_dtype = kv_dtype
-        self.dtype = dtype
-        label = quantization
-        if quantization == "none":
-            label = "f16" if places.shape in REAL else "bf16"
-        self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
-        if dtype != "auto":
-            self.name += f", computed in {dtype}"
-        self._places, self._threads = places, threads
-        self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
-        self._options["max_num_seqs"] = MOST_STREAMS
-        if quantization != "none":
-            self._options["quantization"] = quantization
-        if kv_dtype != "auto":
-            self._options["kv_cache_dtype"] = kv_dtype
-        if dtype != "auto":
-            self._options["dtype"] = dtype
+        """most: tokens in the cache at once."""
+        super().__init__(model, threads, work)
+        self._kv_cache_dtype = kv_cache_dtype
+        self._memory = int(1.1 * most * 2 * model.cache_bytes("f16"))  # enough for float32
 
-    def _launch(self) -> Worker:
-        command = [sys.executable, "-m", "harness.windlass_worker", str(self._places.model), json.dumps(self._options)]
-        return Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
-
+    @property
     def info(self) -> dict[str, Any]:
-        """Properties that the engine reports, with byte counts."""
-        return self._started().info
+        """What the engine reports, with byte counts."""
+        if self._worker is None:
+            raise WorkerError("not started")
+        return self._worker.info
 
-    def version(self) -> str:
-        info = self.info()
-        return f"{info['version']} with torch {info['torch']}"
-
-    def weight_bytes(self) -> float | None:
-        return float(self.info()["weight_bytes"])
-
-    def cache(self) -> tuple[str, float] | None:
-        return self.info()["kv_cache_dtype"], float(self.info()["kv_bytes_per_token"])
-
-    def startup(self) -> tuple[float, int] | None:
-        options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
-        if self.weights != "none":
-            options += ["--quantization", self.weights]
-        if self.kv_dtype != "auto":
-            options += ["--kv-cache-dtype", self.kv_dtype]
-        if self.dtype != "auto":
-            options += ["--dtype", self.dtype]
-        return time_to_ready(self._places.model, options, _log(self._places, self.name), _environment(self._threads))
+    def _worker_command(self, cache: str) -> list[str]:
+        dtype = self._kv_cache_dtype or ("int8" if cache == "q8_0" else "auto")
+        options: dict[str, Any] = {"threads": self.threads, "kv_cache_memory": self._memory, "kv_cache_dtype": dtype}
+        return [sys.executable, "-m", "harness.windlass_worker", str(self.model.directory), json.dumps(options)]
 
 
-class OpenVINOContestant(_InWorker):
-    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU by default."""
+class OpenVINO(_InWorker):
+    """The continuous batching pipeline. It converts the file when it loads, and its cache is 8-bit on a CPU by default."""
 
-    program = "OpenVINO"
-    slow = False
-    kv_dtype = "u8"
+    program = "OpenVINO GenAI"
+    install = "python3 -m venv work/peers/openvino && work/peers/openvino/bin/pip install openvino-genai"
 
-    def __init__(self, places: Places, weights: str, threads: int, vocab: int) -> None:
-        super().__init__()
-        self.name, self.weights = f"OpenVINO {weights}", weights
-        self._places, self._options = places, {"threads": threads, "vocab": vocab}
-
-    def _launch(self) -> Worker:
-        python, model = self._places.openvino_python, self._places.openvino_model(self.weights)
-        if python is None:
-            raise WorkerError("not installed: no environment peers/openvino in the work folder")
-        if not model.exists():
-            raise WorkerError(f"no model at {model}: run benchmarks/prepare_peers.py")
-        command = [str(python), "-m", "harness.openvino_worker", str(model), json.dumps(self._options)]
-        return Worker(command, log=_log(self._places, self.name), environment={"PYTHONPATH": str(_BENCHMARKS)})
+    def _worker_command(self, cache: str) -> list[str]:
+        python = self.work / "peers" / "openvino" / "bin" / "python"
+        self._check_installed(python)
+        options = {"threads": self.threads, "vocab": self.model.vocab}
+        return [str(python), "-m", "harness.openvino_worker", str(self.model.file), json.dumps(options)]
 
 
-class LlamaCppContestant:
-    """llama.cpp, or its fork ik_llama.cpp: llama-bench and llama-batched-bench, one command per measure.
+class LlamaCpp(Contestant):
+    """llama-bench, and llama-batched-bench for several streams. The file is read for every sample, outside the clock."""
 
-    The file is read again each time, outside the clock.
-    At depth llama-depth in a worker where it is built, since llama-bench computes what it fills the cache with.
-    """
+    program = "llama.cpp"
+    repository = "ggml-org/llama.cpp"
 
-    slow = False
-    kv_dtype = "f16; q8_0 at depth"
-
-    def __init__(self, places: Places, weights: str, threads: int, program: str = "llama.cpp") -> None:
-        self.program, self._dialect = program, llama_cpp.DIALECTS[program]
-        self.name, self.weights = f"{program} {weights.upper()}", weights
-        self._places, self._threads = places, threads
-        self._version = "unknown"
-        self._deep: tuple[Measure, Worker] | None = None  # one cache is filled at a time
-
-    def start(self) -> None:
-        for tool in ("llama-bench", "llama-batched-bench"):
-            if self._places.llama_tool(tool, self.program) is None:
-                raise WorkerError(f"not installed: no {tool} in peers/{self.program}-build/bin of the work folder")
-        if not self._places.gguf(self.weights).exists():
-            raise WorkerError(f"no model at {self._places.gguf(self.weights)}: run benchmarks/prepare_peers.py")
-
-    def version(self) -> str:
-        return self._version
-
-    def weight_bytes(self) -> float | None:
-        return float(self._places.gguf(self.weights).stat().st_size)  # but for some megabytes of vocabulary
-
-    def cache(self) -> tuple[str, float] | None:
-        return None
-
-    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
-        model = self._places.gguf(self.weights)
-        if measure.kind == "depth" and (deep := self._filled(measure)):
-            self._version = str(deep.info["version"])
-            return deep.measure(measure.to_dict(), prepared)
-        prepared()
-        if measure.streams > 1:
-            tool = self._tool("llama-batched-bench")
-            command = llama_cpp.batched_bench_command(tool, model, measure, self._threads, self._dialect)
-            # Its log thread sometimes loses everything at exit, the result among it, with status 0.
-            outputs = (self._run(command, errors_too=self.program != "llama.cpp") for _ in range(5))
-            return llama_cpp.parse_batched_bench(next(filter(str.strip, outputs), ""))
-        times = repeats if measure.kind == "depth" else 1
-        tool = self._tool("llama-bench")
-        output = self._run(llama_cpp.bench_command(tool, model, measure, self._threads, times, self._dialect))
-        self._version = llama_cpp.parse_version(output)
-        return llama_cpp.parse_bench(output)
-
-    def startup(self) -> tuple[float, int] | None:
-        return None
-
-    def close(self) -> None:
-        if self._deep:
-            self._deep[1].close()
-            self._deep = None
-
-    def _filled(self, measure: Measure) -> Worker | None:
-        """The worker with the cache for `measure`; None where llama-depth is not built."""
-        tool = self._places.llama_tool("llama-depth", self.program)
-        if tool is None:
-            return None
-        if self._deep is None or self._deep[0] != measure:
-            self.close()
-            command = llama_cpp.depth_command(tool, self._places.gguf(self.weights), measure, self._threads)
-            self._deep = (measure, Worker(command, log=_log(self._places, self.name)))
-        return self._deep[1]
+    def __init__(self, model: GGUFModel, threads: int, work: Path) -> None:
+        super().__init__(model, threads, work)
+        source, build = f"work/peers/src/{self.program}", f"work/peers/{self.program}-build"
+        self.install = (
+            f"git clone --depth 1 https://github.com/{self.repository} {source} && "
+            f"cmake -S {source} -B {build} -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF "
+            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF && "
+            f"cmake --build {build} -j --target llama-bench llama-batched-bench"
+        )
 
     def _tool(self, name: str) -> Path:
-        tool = self._places.llama_tool(name, self.program)
-        if tool is None:
-            raise WorkerError(f"not installed: {name}")
-        return tool
+        return self.work / "peers" / f"{self.program}-build" / "bin" / name
 
-    def _run(self, command: list[str], *, errors_too: bool = False) -> str:
-        """The output of a command. errors_too: with standard error, where some tools print results."""
-        log = _log(self._places, self.name)
-        with log.open("ab") as errors:  # some tools leave a file of their own where they run
+    def start(self, cache: str) -> None:
+        self._check_installed(self._tool("llama-bench"), self._tool("llama-batched-bench"))
+
+    def command(self, row: Row) -> list[str]:
+        name = "llama-bench" if row.streams == 1 else "llama-batched-bench"
+        command = [str(self._tool(name)), "-m", str(self.model.file), "-t", str(self.threads)]
+        if row.streams > 1:
+            # A stream has a multiple of 256 cells; what does not fit the context is silently left out.
+            context = row.streams * -(-(row.tokens + row.steps) // 256) * 256
+            command += ["-c", str(context), "-npp", str(row.tokens), "-ntg", str(row.steps), "-npl", str(row.streams)]
+            return [*command, *self._batched_options]
+        command += ["-o", "json", "-r", "1", *self._bench_options]
+        if row.cache == "q8_0":
+            command += ["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "1"]
+        if row.kind == "prompt":
+            return [*command, "-p", str(row.tokens), "-n", "0"]
+        return [*command, *self._decode_options(row)]
+
+    _bench_options: tuple[str, ...] = ()
+    _batched_options: tuple[str, ...] = ()
+
+    def _decode_options(self, row: Row) -> list[str]:
+        return ["-p", "0", "-n", str(row.steps), "-d", str(row.tokens)]
+
+    def measure(self, row: Row, prepared: Callable[[], None]) -> float:
+        prepared()
+        for _ in range(3):
+            output = self._output(self.command(row), together=row.streams > 1)
+            if output.strip():  # the log thread of llama-batched-bench sometimes loses everything
+                break
+        if row.streams > 1:
+            return parse_batched_bench(output)
+        value, self.version = parse_bench(output)
+        return value
+
+    def _output(self, command: list[str], *, together: bool) -> str:
+        """Standard output, `together` with errors, where llama-batched-bench may print its table."""
+        log = self._log()
+        with log.open("ab") as errors:
             try:
                 done = subprocess.run(
                     command,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT if errors_too else errors,
+                    stderr=subprocess.STDOUT if together else errors,
                     text=True,
                     timeout=_COMMAND_SECONDS,
-                    cwd=log.parent,
+                    cwd=log.parent,  # some tools write a file where they run
                 )
-            except subprocess.TimeoutExpired:
-                raise WorkerError(f"{command[0]} took longer than {_COMMAND_SECONDS} s: see {log}") from None
-            except OSError as error:
-                raise WorkerError(f"{command[0]} cannot be started: {error}") from None
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise WorkerError(f"{command[0]}: {error}: see {log}") from None
         if done.returncode:
-            raise WorkerError(f"{command[0]} exited with {done.returncode}: see {log}")
+            raise WorkerError(f"{shlex.join(command)} exited with {done.returncode}: see {log}")
         return done.stdout
 
 
-class VLLMContestant(_InWorker):
-    """vLLM's offline engine for CPUs; compiled as by default, or `eager`, which starts sooner."""
+class IkLlamaCpp(LlamaCpp):
+    """The fork. -rtr rearranges the weights for its fastest products."""
 
-    program = "vLLM"
-    slow = True
+    program = "ik_llama.cpp"
+    repository = "ikawrakow/ik_llama.cpp"
+    _bench_options = ("-rtr", "1")
+    _batched_options = ("-rtr",)
 
-    def __init__(self, places: Places, weights: str, threads: int, vocab: int, *, eager: bool = False) -> None:
-        """weights: bf16 or fp32, in which the cache is too."""
-        super().__init__()
-        self.name, self.weights = f"vLLM {weights}" + (", eager" if eager else ""), weights
-        self.kv_dtype = {"bf16": "bfloat16", "fp32": "float32"}[weights]
-        self._places, self._threads = places, threads
-        self._options: dict[str, Any] = {"dtype": self.kv_dtype, "eager": eager, "max_model_len": 8192, "vocab": vocab}
-        self._options["max_num_seqs"] = MOST_STREAMS
-
-    def _launch(self) -> Worker:
-        python = self._places.vllm_python
-        if python is None:
-            raise WorkerError("not installed: no environment peers/vllm in the work folder")
-        script = _BENCHMARKS / "harness" / "vllm_worker.py"
-        command = [str(python), str(script), str(self._places.model), json.dumps(self._options)]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, as much as OpenVINO gets
-            # All in one process: as several, those that wait spin, and on few cores take the time of those that compute.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(self._threads),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(self._places.work / "peers" / "vllm-cache"),
-            "HF_HUB_OFFLINE": "1",
-        }
-        return Worker(command, log=_log(self._places, self.name), environment=environment, load_seconds=1800.0)
+    def _decode_options(self, row: Row) -> list[str]:
+        return ["-p", "0", "-n", "0", "-gp", f"{row.tokens},{row.steps}"]
 
 
-def contestants_for(
-    kind: str, places: Places, threads: int, vocab: int, kv_gb: float, kv_dtypes: list[str]
-) -> list[Contestant]:
-    """All contestants of a group. Missing programs are reported at their start."""
-    openvino: list[Contestant] = [OpenVINOContestant(places, w, threads, vocab) for w in ("int8", "int4")]
-    llama: list[Contestant] = [
-        LlamaCppContestant(places, w, threads, program)
-        for program in llama_cpp.DIALECTS
-        for w in ("f16", "q8_0", "q4_0", "q4_k_m")
-    ]
-    if kind == "depth":
-        ours: list[Contestant] = [WindlassContestant(places, "int8", threads, kv, kv_gb) for kv in kv_dtypes]
-        return [*ours, openvino[0], *(one for one in llama if one.weights == "q8_0")]
-    ours = [WindlassContestant(places, w, threads, "auto", kv_gb) for w in ("none", "int8", "int4")]
-    ours.append(WindlassContestant(places, "none", threads, "auto", kv_gb, dtype="bfloat16"))
-    vllm: list[Contestant] = [
-        VLLMContestant(places, "bf16", threads, vocab),
-        VLLMContestant(places, "bf16", threads, vocab, eager=True),
-        VLLMContestant(places, "fp32", threads, vocab),
-    ]
-    return [*ours, *openvino, *llama, *vllm]
+CONTESTANTS: tuple[type[Contestant], ...] = (Windlass, IkLlamaCpp, LlamaCpp, OpenVINO)
 
 
-def _environment(threads: int) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(_BENCHMARKS), *([inherited] if inherited else [])])
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+def parse_bench(output: str) -> tuple[float, str]:
+    """(tokens per second, build) of llama-bench's JSON. Raises WorkerError where it has none."""
+    try:
+        (found,) = json.loads(output)
+        (value,) = found["samples_ts"]
+        return _positive(float(value), output), f"build {found['build_commit']}"
+    except (ValueError, KeyError, TypeError):
+        raise WorkerError(f"no tokens per second in the output: {output[-300:]!r}") from None
 
 
-def _log(places: Places, name: str) -> Path:
-    folder = places.work / "bench-logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / (name.replace(" ", "-").replace(",", "").lower() + ".log")
+def parse_batched_bench(output: str) -> float:
+    """Tokens per second of all streams together, of the last row of llama-batched-bench's table. Raises WorkerError for none."""
+    rows = [line.strip("| ").split("|") for line in output.splitlines() if re.match(r"\| *\d", line)]
+    return _positive(float(rows[-1][_SPEED_COLUMN]) if rows else 0.0, output)
+
+
+def _positive(value: float, output: str) -> float:
+    if not math.isfinite(value) or value <= 0:
+        raise WorkerError(f"no tokens per second in the output: {output[-300:]!r}")
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import time
 from collections import abc
@@ -88,12 +89,21 @@ def _process_seconds(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:15]) / _TICK  # utime, stime, cutime, cstime
 
 
-def peak_memory(pids: abc.Iterable[int]) -> int:
-    """The sum of each process's highest resident memory, in bytes. Pages shared by two of them count twice."""
-    total = 0
+def proportional_memory(pids: abc.Iterable[int]) -> int:
+    """Proportional set size of processes together, in bytes: a page that several processes share counts once."""
+    found = (_key_values(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", "0 kB") for pid in pids)
+    return sum(int(size.split()[0]) * 1024 for size in found)
+
+
+def proportional_memory_of_file(pids: abc.Iterable[int], file: Path) -> int:
+    """The part of `proportional_memory` that maps this file."""
+    total, inside = 0, False
     for pid in pids:
-        peak = _key_values(Path(f"/proc/{pid}/status")).get("VmHWM", "0 kB")
-        total += int(peak.split()[0]) * 1024
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                inside = line.endswith(f" {file}")
+            elif inside and line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
     return total
 
 

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's continuous batching pipeline in a worker process, step by step. Runs in that peer's own environment.
+"""OpenVINO GenAI's continuous batching pipeline in a worker process, step by step. Runs in an environment of its own.
 
-python -m harness.openvino_worker MODEL '{"threads": 2, "cache_gb": 2}'
+python -m harness.openvino_worker MODEL.gguf '{"threads": 2, "vocab": 151936}'
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ import openvino as ov
 import openvino_genai as genai
 from harness.worker import serve
 
+_COMPUTED_ONCE = 64  # a stream after a longer context continues in the next sample
+
 
 class OpenVINOHandler:
     """See Handler."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         config = genai.SchedulerConfig()
-        config.cache_size = options.get("cache_gb", 2)
-        config.max_num_batched_tokens = options.get("max_num_batched_tokens", 512)
+        config.cache_size = 2  # GB
+        config.max_num_batched_tokens = 512
         config.enable_prefix_caching = False
         properties = {"INFERENCE_NUM_THREADS": options["threads"], "PERFORMANCE_HINT": "LATENCY"}
         self.pipe = genai.ContinuousBatchingPipeline(model, config, "CPU", properties)
-        self.info = {"version": genai.__version__, "openvino": ov.__version__}
+        self.info = {"version": genai.__version__}
         self._rng = np.random.default_rng(0)
         self._count = 0
-        self._vocab = options.get("vocab", 32000)
+        self._vocab = options["vocab"]
         self._kept: tuple[int, Any] | None = None  # (prompt length, handle) of a request that stays between measures
         self._warm = False  # the first run compiles, which the start-up must not include
 
-    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
-        kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> float:
+        tokens, streams, steps = (request[name] for name in ("tokens", "streams", "steps"))
         if not self._warm:
             self.prefill(64)
             self._warm = True
-        if kind == "depth":
-            return [self.depth(prompt, steps, prepared)]
+        if tokens > _COMPUTED_ONCE and streams == 1 and request["kind"] == "decode":
+            return self.depth(tokens, steps, prepared)
         self._drop_kept()
-        if kind == "prefill":
+        if request["kind"] == "prompt":
             prepared()
-            return [self.prefill(prompt)]
-        return [self.decode(streams, prompt, steps, prepared)]
+            return self.prefill(tokens)
+        return self.decode(streams, tokens, steps, prepared)
 
     def prefill(self, length: int) -> float:
         start = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from windlass.kernels.device_memory import advise_huge_pages
 
@@ -43,8 +44,15 @@ class Rates:
                 found[name] = [amount / _seconds(run) for _ in range(repeats)]
         return found
 
+    def add_linear(self, name: str, shapes: abc.Sequence[tuple[int, int]], rows: int) -> None:
+        """Add the rate of torch's bfloat16 `linear`, in Gflop/s: `rows` inputs times matrices of these (rows, columns)."""
+        weights = [torch.randn(shape).bfloat16() for shape in shapes]
+        inputs = {columns: torch.randn(rows, columns).bfloat16() for _, columns in shapes}
+        amount = 2e-9 * rows * sum(each.numel() for each in weights)
+        self._works[name] = (lambda: [linear(inputs[each.shape[1]], each) for each in weights], amount)
+
     def now(self, name: str, seconds: float = 0.2) -> float:
-        """The rate over the next `seconds`; name: read_gb_s or fp32_gflop_s."""
+        """The rate over the next `seconds`; name: read_gb_s, fp32_gflop_s or an added one."""
         run, amount = self._works[name]
         with _torch_threads(self._threads):
             run()  # wakes the threads

@@ -1,6 +1,6 @@
 """Windlass in a worker process: the engine itself, scheduling and sampling included, HTTP not.
 
-python -m harness.windlass_worker MODEL '{"quantization": "int8", "threads": 2, …}'   (names of `engine_names`)
+python -m harness.windlass_worker MODEL '{"kv_cache_dtype": "int8", "threads": 2, …}'   (names of `option_names`)
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 from windlass.server.config.option_names import from_flat
 
+_COMPUTED = 64  # longest context that is computed before decoding; a longer one is filled with random numbers
+
 
 class WindlassHandler:
     """See Handler. Raises ValueError for options that this version of Windlass does not have."""
@@ -33,23 +35,19 @@ class WindlassHandler:
         self._filled = False
         info = self.core.info
         self.info = {
-            "version": getattr(windlass, "__version__", "unknown"),
-            "torch": torch.__version__,
+            "version": f"{windlass.__version__}, torch {torch.__version__}",
             "weight_bytes": info.weight_bytes,
             "kv_bytes_per_token": info.kv_bytes_per_token,
-            "kv_cache_bytes": info.kv_cache_bytes,
             "kv_cache_dtype": info.kv_cache_dtype,
-            "load_seconds": info.load_seconds,
-            "notices": list(info.notices),
         }
         self._run_to_end(self.add(64, 4))
 
-    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
-        kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
-        if kind == "prefill":
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> float:
+        tokens, streams, steps = (request[name] for name in ("tokens", "streams", "steps"))
+        if request["kind"] == "prompt":
             prepared()
-            return [self.prefill(prompt)]
-        return [self.decode(streams, prompt, steps, prepared, filled=kind == "depth")]
+            return self.prefill(tokens)
+        return self.decode(streams, tokens, steps, prepared, filled=tokens > _COMPUTED)
 
     def add(self, length: int, max_tokens: int) -> str:
         """Queue a request of `length` random tokens."""

@@ -13,7 +13,6 @@ import os
 import selectors
 import subprocess
 import sys
-import time
 from collections import abc
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +27,7 @@ class Handler(Protocol):
 
     info: dict[str, Any]
 
-    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]: ...
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> float: ...
 
 
 def serve(make: abc.Callable[[], Handler]) -> None:
@@ -48,7 +47,7 @@ def serve(make: abc.Callable[[], Handler]) -> None:
 
     for line in sys.stdin:
         try:
-            print(json.dumps({"values": handler.measure(json.loads(line), prepared)}), file=answers)
+            print(json.dumps({"value": handler.measure(json.loads(line), prepared)}), file=answers)
         except Exception as error:  # the near end decides what to do about it
             print(json.dumps({"reason": f"{type(error).__name__}: {error}"}), file=answers)
 
@@ -62,7 +61,6 @@ class Worker:
     def __init__(
         self, command: list[str], *, log: Path, environment: dict[str, str] | None = None, load_seconds: float = 600.0
     ) -> None:
-        started = time.perf_counter()
         self.log = log
         with log.open("ab") as errors:
             try:
@@ -82,22 +80,21 @@ class Worker:
         except WorkerError:
             self.close()
             raise
-        self.ready_seconds = time.perf_counter() - started
         self.info: dict[str, Any] = answer["info"]
 
     def measure(
         self, request: dict[str, Any], prepared: abc.Callable[[], None] = lambda: None, timeout: float = 3600.0
-    ) -> list[float]:
-        """One result per value. `prepared` runs while the far end waits with all but the timed part done."""
+    ) -> float:
+        """The result. `prepared` runs while the far end waits with all but the timed part done."""
         self._write(request)
         answer = self._read(timeout)
         if answer.get("prepared"):
             prepared()
             self._write({})
             answer = self._read(timeout)
-        if "values" not in answer:
+        if "value" not in answer:
             raise WorkerError(str(answer.get("reason", answer)))
-        return [float(value) for value in answer["values"]]
+        return float(answer["value"])
 
     def close(self) -> None:
         """End the process, gently first."""
