@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from windlass import kernels
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.interface.config import (
     CacheConfig,
@@ -32,6 +31,7 @@ from windlass.engine.interface.config import (
     SpeculationConfig,
 )
 from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.kernels import select_backend
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 
@@ -145,7 +145,7 @@ def main() -> None:
     }
     info = engines["on"].info
     print(
-        f"{kernels.bind('cpu').explain()}, {options.threads} threads, "
+        f"{select_backend('cpu').explain()}, {options.threads} threads, "
         f"{info.num_parameters / 1e6:.0f} M parameters, {info.weight_dtype}"
     )
     results = {}

@@ -63,6 +63,17 @@ def test_decode_step_is_split_into_kernels_and_overhead() -> None:
     assert overhead.measure(core, overhead.Clock(), {}, 4, 8)["whole step"]["min_us"] > 0
 
 
+def test_speculation_returns_the_answers_of_plain_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, out = importlib.import_module("speculation"), tmp_path / "out.json"
+    sizes = f"--streams 1,2 --length 48 --max-tokens 24 --repeats 1 --threads 1 --json {out}"
+    monkeypatch.setattr(sys, "argv", ["speculation.py", *sizes.split()])
+    script.main()
+    report = json.loads(out.read_text())
+    assert [name for name in report if name.startswith("repetitive")] == [f"repetitive, {n} streams" for n in (1, 2)]
+    assert all(report[name]["same_answers"] and report[name]["accepted"] for name in report if name[0] == "r")
+    assert all(found["on"]["median"] > 0 and found["off"]["median"] > 0 for found in report.values())
+
+
 def test_bound_counts_the_bytes_that_a_token_reads(experts: ModuleType) -> None:
     shape = experts.moe_shape(**TINY["moe"] | {"experts": 16})
     attention = 64 * (64 + 16 + 16) + 64 * 64
