@@ -16,6 +16,7 @@ import functools
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -33,6 +34,9 @@ from harness.report import save, spread, three_digits
 from harness.server_rows import ServerRows
 from harness.subcommands import run_subcommand
 from harness.worker import WorkerError
+
+from windlass.clients import APIError
+from windlass.engine.errors import LoadError
 
 _Value = TypeVar("_Value")
 Result = dict[str, Any]
@@ -213,6 +217,7 @@ class ServerRun(Run):
                 self.leave_out(name, "needs a draft model: name one with --draft FILE.gguf")
                 continue
             results: dict[str, Result] = {}
+            print(f"row {name}", flush=True)
             try:
                 for index in range(self.options.rounds):
                     figures, share, discarded = self.quiet(rows[name])
@@ -222,7 +227,7 @@ class ServerRun(Run):
                         )
                         _add(result, {"samples": value}, share, discarded)
                         print(f"  round {index + 1}: {figure}: {three_digits(value)} {unit}", flush=True)
-            except WorkerError as error:
+            except (WorkerError, APIError, LoadError, subprocess.SubprocessError) as error:
                 self.leave_out(name, str(error))
             self.add(results.values())
 

@@ -183,7 +183,7 @@ class LlamaCpp(Contestant):
         self.install = (
             f"git clone --depth 1 https://github.com/{self.repository} {source} && "
             f"cmake -S {source} -B {build} -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF "
-            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF && "
+            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF && "
             f"cmake --build {build} -j --target llama-bench llama-batched-bench"
         )
 
