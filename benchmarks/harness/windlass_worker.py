@@ -22,6 +22,7 @@ from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 from windlass.server.config.option_names import from_flat
 
+_MOST_EARLIER = 400  # tokens of a stream before the measured ones
 _COMPUTED = 64  # longest context that is computed before decoding; a longer one is filled with random numbers
 
 
@@ -64,7 +65,8 @@ class WindlassHandler:
 
     def decode(self, streams: int, prompt: int, steps: int, prepared: abc.Callable[[], None], *, filled: bool) -> float:
         """Tokens per second of all streams. filled: the cache holds random numbers instead of a computed prompt."""
-        ids = [self.add(prompt, steps + 40) for _ in range(streams)]
+        # While the last prompts are computed, the first streams decode already.
+        ids = [self.add(prompt, steps + _MOST_EARLIER) for _ in range(streams)]
         if filled:
             self.fill_instead_of_computing(ids)
         waiting = set(ids)
@@ -75,6 +77,8 @@ class WindlassHandler:
             self.core.step()
         seconds = tokens = 0
         while tokens < steps * streams:
+            if not self.core.has_work():
+                raise RuntimeError(f"{streams} streams ended before {steps} steps")
             start = time.perf_counter()
             outputs = self.core.step()
             seconds += time.perf_counter() - start
