@@ -309,9 +309,10 @@ def _block_addresses(weight: BlockWeight) -> tuple[int, int, int | None]:
 
 _WIDENED = 1 << 21  # elements of a weight converted at a time, 8 MiB; they stay in the last-level cache for the product
 
-# Rows from which `linear_blocks_amx` is faster, if available (measured on a Xeon with AMX: equal at 32 rows, 1.4 times at 64,
-# twice at 512).
-BLOCK_TILE_MIN_ROWS = 48
+# Rows from which `linear_blocks_amx` is faster, if available (measured on a Xeon with AMX, shapes of Qwen2.5-Coder 1.5B: 0.7 of
+# the speed at 16 rows, 1.16 times at 32, 1.6 times at 64, 2.6 times at 512). Byte products of the unit, whose sums must be scaled
+# group by group, were slower: equal to `linear_blocks` at 24 rows, 1.1 times at 32, 1.3 times at 64.
+BLOCK_TILE_MIN_ROWS = 32
 
 # Rows from which `linear_blocks` applies gates itself. Fewer rows are bound by reading, which is faster as one stream than as
 # two (measured on Zen 4: a single row 4 % slower, 4 equal, 8 of 1B shape 5 % faster, 512 12 %).

@@ -112,6 +112,11 @@ def kernels(form: str | None = None) -> Library:
     return library.bind(path if form in _installed() else _compiled((form,), portable=False), form)
 
 
+def rounds_queries(library: Library) -> bool:
+    """Whether int8 pages are multiplied as they are, with queries and weights rounded to 16 bits (where head sizes permit)."""
+    return library.isa in ("avx2_vnni", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon_dot")
+
+
 def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
     """Use these compiled kernels in this process; a string is the reason why there are none."""
     found = (None, form) if isinstance(form, str) else (form, None)

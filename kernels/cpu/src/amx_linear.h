@@ -184,21 +184,27 @@ template <class TX, class WIDEN> static int multiply_all(const Product &p, long 
 }
 
 // Groups g .. end of a panel as pairs of adjacent elements of K.
+//
+// A code without a sign becomes a float32 without a conversion: as the upper bits of the mantissa of BASE = 2^bits it is BASE + code,
+// and the minimum is moved by BASE * scale, whose rounding error is 2^-16 of a code at most.
 template <class F>
 static NOINLINE void widen_pairs(const blocks::BlockWeight &w, long panel, long g, long end, float *scales, pair *to) {
     static_assert(W == blocks::PANEL);
+    constexpr int LOWEST = 23 - F::BITS;  // bit of the mantissa
+    constexpr uint32_t MASK = ((1u << F::BITS) - 1) << LOWEST, BASE = (127u + F::BITS) << 23;
+    const float zero = (1 << F::BITS) + (F::BITS == 8 ? 128 : w.offset);
     const uint8_t *codes = w.codes + (panel * w.groups() + g) * F::STORED_BYTES;
     blocks::widen_scales(w, panel, g, end, scales);
     for (; g < end; g++, codes += F::STORED_BYTES, scales += F::PARTS * W) {
-        const vf scale = load(scales), minimum = F::MINIMUM ? load(scales + (F::PARTS - 1) * W) : vf{};
+        const vf scale = load(scales), from = add_product(F::MINIMUM ? load(scales + (F::PARTS - 1) * W) : vf{}, scale, splat(-zero));
         WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++, to += 2 * W) {
-            const vu quad = (vu)blocks::unpack_codes<F>(codes, q);
+            vu quad = (vu)blocks::unpack_codes<F>(codes, q);
+            if (F::BITS == 8) quad ^= 0x80808080u;
             vf y[4];
             for (int i = 0; i < 4; i++) {
-                const vi code = F::BITS == 8 ? (vi)(quad << (24 - 8 * i)) >> 24 : (vi)(quad >> 8 * i & 0xffu) - w.offset;
-                y[i] = __builtin_convertvector(code, vf) * scale;
-                if (F::MINIMUM) y[i] += minimum;
+                const vu placed = 8 * i < LOWEST ? quad << (LOWEST - 8 * i) : quad >> (8 * i - LOWEST);
+                y[i] = add_product(from, (vf)((placed & MASK) | BASE), scale);
             }
             for (int i = 0; i < 2; i++) *(vu_any *)(to + i * W) = paired(y[2 * i], y[2 * i + 1]);
         }

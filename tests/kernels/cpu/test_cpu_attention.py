@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.attention_case import AttentionCase, decode_call
 from helpers.code_pages import pages_of_codes
-from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, kernels
+from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, kernels, rounds_queries
 from kernels_helpers.checks import TYPES, same_on_threads
 
 from windlass.kernels import AttentionCall, KVPages, cpu
@@ -53,7 +53,7 @@ def multiplies_codes(library: Library, value_dim: int, decodes: bool = False) ->
     """Whether int8 pages are multiplied directly instead of being converted to float32 first."""
     if library.isa == "neon_dot":
         return decodes and value_dim % 4 == 0
-    return library.isa.endswith("vnni") and value_dim % (16 if library.isa.startswith("avx512") else 8) == 0
+    return rounds_queries(library) and value_dim % (16 if library.isa.startswith("avx512") else 8) == 0
 
 
 # -- shapes, types and visibility ----------------------------------------------------------------------------------

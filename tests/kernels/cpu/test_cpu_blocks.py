@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -444,7 +445,7 @@ def test_gated_products_of_the_matrix_unit(matrix_unit: Product, activation: str
 @EVERY_FORM
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_with_many_rows_in_blocks(matrix_unit: Product, form: BlockForm, stacked: bool) -> None:
-    """Experts with 48 rows or more use the matrix unit, each in two parts if it is stacked."""
+    """Experts with many rows use the matrix unit, each in two parts if it is stacked."""
     count, rows, inner, few = 5, 600, 330, matmul_bindings.BLOCK_TILE_MIN_ROWS
     weights = [random_blocks(rows, inner, form) for _ in range(count)]
     experts: list[Any] = (
@@ -485,7 +486,8 @@ def test_backends_that_round_rows_of_experts(matrix_unit: Product, monkeypatch: 
     """They are the backends that round dense products of that many rows."""
     choose(monkeypatch, matrix_unit.library)
     weights = [random_blocks(40, 320, FORMS["q8_0"]) for _ in range(2)]
-    x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
+    few = matmul_bindings.BLOCK_TILE_MIN_ROWS - 1
+    x, chosen = torch.randn(60 + few, 320), torch.zeros(60 + few, 1, dtype=torch.int64)
     chosen[60:] = 1
     for options, rounds in (
         ({"bf16_prefill": True}, True),
@@ -502,6 +504,8 @@ def test_backends_that_round_rows_of_experts(matrix_unit: Product, monkeypatch: 
 
 def test_unsuitable_operands_of_the_matrix_unit_are_refused(matrix_unit: Product) -> None:
     weight = random_blocks(20, 64, FORMS["q8_0"])
+    without = copy(matrix_unit.library)
+    without.linear_blocks_amx = without.linear_panels_amx = None
     with pytest.raises(ValueError, match="do not fill panels of 16"):
         matmul_bindings.linear_blocks_amx(matrix_unit.library, torch.randn(3, 64), weight, activation="silu")
     with pytest.raises(ValueError, match="unknown activation 'tanh'"):
@@ -512,14 +516,14 @@ def test_unsuitable_operands_of_the_matrix_unit_are_refused(matrix_unit: Product
     with pytest.raises(ValueError, match="64 columns"):
         matrix_unit(torch.randn(3, 65), weight)
     with pytest.raises(ValueError, match="no matrix unit"):
-        Product(kernels(), True)(torch.randn(3, 64), weight)
+        Product(without, True)(torch.randn(3, 64), weight)
     narrow = filled_panels(torch.randn(20, 64).bfloat16())
     with pytest.raises(ValueError, match="float32 times"):
         matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(3, 64), narrow)
     with pytest.raises(ValueError, match="elements of a row are apart"):
         matmul_bindings.linear_panels_amx(matrix_unit.library, torch.randn(64, 3).bfloat16().t(), narrow)
     with pytest.raises(ValueError, match="no matrix unit"):
-        matmul_bindings.linear_panels_amx(kernels(), torch.randn(3, 64).bfloat16(), narrow)
+        matmul_bindings.linear_panels_amx(without, torch.randn(3, 64).bfloat16(), narrow)
 
 
 def test_backends_that_may_round_use_the_matrix_unit_for_many_rows() -> None:
