@@ -16,6 +16,8 @@ _FIRST_LIMIT = 64
 
 _MIN_LIMIT = 4  # next to streams, 16 tokens of a prompt of 30,000 take half a second on two cores
 
+_SLOW_DECODE_FACTOR = 1.5  # how much longer than its decoding a step may last if that alone comes close to the target
+
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
 
 _FIRST_REROTATIONS = 512  # keys of one KV group
@@ -26,12 +28,13 @@ _AIM = 0.8  # share of the target to aim at when growing: the noise of a shared 
 class StepLimiter:
     """Adaptive bounds on the prefill tokens of a step: one for steps with running streams and one for steps without.
 
-    target_seconds: how long a step with running streams may last; one without may last four times that; 0: no bound.
-    Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long. It grows only
+    target_seconds: how long a step with running streams may last; one without may last four times that; 0: no bound. Where
+    decoding takes more than two thirds of it, prompts get half of the time of decoding: otherwise they would wait for all
+    streams to end, and batches would stay small. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long. It grows only
     when a step that filled at least half of it was short, so that short prompts do not raise it wrongly.
     """
 
-    __slots__ = ("_limits", "_max_tokens", "_rerotations", "_target")
+    __slots__ = ("_decode_step", "_limits", "_max_tokens", "_rerotations", "_target")
 
     def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
         self._target = target_seconds
@@ -39,6 +42,7 @@ class StepLimiter:
         first = min(_FIRST_LIMIT, max_num_batched_tokens)
         self._limits = {True: first, False: first}  # by whether there are decode streams
         self._rerotations = _FIRST_REROTATIONS
+        self._decode_step: tuple[int, float] | None = None  # streams and seconds of the last one without prefill
 
     @property
     def rerotation_limit(self) -> int:
@@ -60,10 +64,15 @@ class StepLimiter:
     def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
         """Adapt to a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
         prefill = num_tokens - num_decodes
+        if prefill == 0 < num_decodes:
+            self._decode_step = num_decodes, seconds
         if self._target <= 0 or prefill <= 0 or seconds <= 0:
             return
         streams = num_decodes > 0
-        target = self._target if streams else self._target * _ALONE_FACTOR
+        if streams:
+            target = max(self._target, _SLOW_DECODE_FACTOR * self._decode_seconds(num_tokens, num_decodes, seconds))
+        else:
+            target = self._target * _ALONE_FACTOR
         limit = self._limits[streams]
         if seconds > target:
             wanted = min(limit, int(prefill * target / seconds))
@@ -73,6 +82,18 @@ class StepLimiter:
             return
         wanted = max(limit // 2, min(2 * limit, wanted))
         self._limits[streams] = min(max(wanted, _MIN_LIMIT), self._max_tokens)
+
+    def _decode_seconds(self, num_tokens: int, num_decodes: int, seconds: float) -> float:
+        """Estimated duration of a step without its prefill.
+
+        Its share by tokens is too large where prefill tokens cost more, next to a long prompt; then the last step that only
+        decoded is a better estimate.
+        """
+        share = seconds * num_decodes / num_tokens
+        if self._decode_step is None:
+            return share
+        streams, measured = self._decode_step
+        return min(share, measured * max(1.0, num_decodes / streams))
 
 
 @dataclass(frozen=True, slots=True)

@@ -618,6 +618,23 @@ def test_prefill_limit_bounds() -> None:
     assert free.limit(5) == 2048
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_prompts_advance_next_to_streams_that_need_the_target_time_alone(known: bool) -> None:
+    step_limiter = StepLimiter(0.25, 2048)
+    if known:
+        step_limiter.observe(64, 64, 0.32)  # decode only
+    history = settle(step_limiter, lambda p, d: 0.005 * (p + d), 64)
+    limit, seconds = history[-1]
+    assert limit >= 24 and 0.4 <= seconds <= 1.5 * 0.32 + 1e-9
+
+
+def test_a_long_prompt_does_not_count_as_slow_decoding() -> None:
+    step_limiter = StepLimiter(0.25, 2048)
+    step_limiter.observe(64, 64, 0.3)  # decode only
+    _, seconds = settle(step_limiter, lambda p, d: 0.3 + 0.03 * p, 64)[-1]
+    assert seconds <= 1.5 * 0.3 + 1e-9
+
+
 def test_uninformative_steps_do_not_change_the_limit() -> None:
     step_limiter = StepLimiter(0.25, 2048)
     settle(step_limiter, lambda p, d: 1e-3 * p, 1)
