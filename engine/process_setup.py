@@ -120,6 +120,17 @@ def gc_paused_imports() -> Iterator[None]:
         gc.enable()
 
 
+def trim_heap() -> None:
+    """Return the freed pages of the heap to the system. No effect without glibc.
+
+    Loading a tokenizer of 150,000 tokens leaves 40 MB of them between what it keeps.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 # -- logs --------------------------------------------------------------------------------------------------------------
 def wants_json() -> bool:
     """Whether the server that this process belongs to logs JSON."""

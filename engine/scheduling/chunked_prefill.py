@@ -30,8 +30,9 @@ class StepLimiter:
 
     target_seconds: how long a step with running streams may last; one without may last four times that; 0: no bound. Where
     decoding takes more than two thirds of it, prompts get half of the time of decoding: otherwise they would wait for all
-    streams to end, and batches would stay small. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long. It grows only
-    when a step that filled at least half of it was short, so that short prompts do not raise it wrongly.
+    streams to end, and batches would stay small. Each bound starts low and at most doubles or halves per observation. It
+    shrinks when a step was too long. It grows only when a step that filled at least half of it was short, so that short
+    prompts do not raise it wrongly.
     """
 
     __slots__ = ("_decode_step", "_limits", "_max_tokens", "_rerotations", "_target")

@@ -20,7 +20,7 @@ from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import LoadError
 from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
-from windlass.engine.process_setup import disable_core_dumps, gc_paused_imports
+from windlass.engine.process_setup import disable_core_dumps, gc_paused_imports, trim_heap
 from windlass.server.app.auth import reload_keys_on_sighup
 from windlass.server.app.host_check import binding_of
 from windlass.server.config.engine_options import EngineOptions
@@ -366,7 +366,7 @@ def _described_url(listener: socket.socket, base: str) -> str:
 
 
 def release_freed_memory() -> None:
-    """Make malloc return freed pieces of TRIM_BYTES and more to the system. No effect without glibc.
+    """Make malloc return freed pieces of TRIM_BYTES and more to the system, now and in future. No effect without glibc.
 
     By default glibc raises that size to the largest piece freed so far, up to 32 MiB, so a few large bodies would remain in
     the process forever.
@@ -375,3 +375,4 @@ def release_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, TRIM_BYTES)
         mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
+    trim_heap()

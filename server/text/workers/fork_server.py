@@ -17,7 +17,7 @@ import tokenizers
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
-from windlass.engine.process_setup import disable_core_dumps, log_as_json, wants_json
+from windlass.engine.process_setup import disable_core_dumps, log_as_json, trim_heap, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
 from windlass.server.text.pair_prompts import names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     to_json("")  # its first call imports modules: once here instead of in every fork
     gc.collect()
+    trim_heap()
     gc.freeze()  # otherwise a collection in a fork would write to every page, and so copy it
     children: set[int] = set()
     try:
