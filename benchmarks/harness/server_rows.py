@@ -29,7 +29,7 @@ from windlass.server.text.tokenizer import Tokenizer
 
 Figures = dict[str, tuple[float, str]]
 
-_STREAMS, _ANSWER = 64, 64  # over HTTP and of the engine alone
+_STREAMS, _ANSWER = 64, 256  # over HTTP and of the engine alone; short answers would measure how they begin
 _MEGABYTE = 1e6
 
 
