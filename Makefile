@@ -59,13 +59,12 @@ kernels: $(BIN)/python
 model: $(BIN)/python
 	@PYTHONPATH=src $(BIN)/python -m windlass.server.startup.default_model $(or $(MODEL),$(WINDLASS_MODEL)) || true
 
-serve: export PYTHONDONTWRITEBYTECODE :=
 serve: $(BIN)/python
 	+@$(PARALLEL) $(VENV)/.installed-$(or $(EXTRAS),server) kernels model
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
-# The tests start hundreds of processes. Without cached bytecode each of them would compile all modules again.
-test test-all test-real test-gpu: export PYTHONDONTWRITEBYTECODE :=
+# Without cached bytecode every process would compile all modules again; the tests start hundreds of them.
+serve test test-all test-real test-gpu: export PYTHONDONTWRITEBYTECODE :=
 test test-all test-real test-gpu: export OMP_NUM_THREADS = 1
 
 # tests/conftest.py marks the quick tests. A file stays in one process, because its tests share servers.

@@ -38,7 +38,7 @@ from windlass.engine.interface.introspection import A, IntrospectionQuery
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
-from windlass.engine.process_setup import configure_logging, disable_core_dumps, gc_paused_imports, trim_heap
+from windlass.engine.process_setup import configure_logging, disable_core_dumps, gc_paused_imports
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -82,7 +82,6 @@ def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
 
     core = EngineCore(config, progress)
     core.warm_up()
-    trim_heap()
     return core
 
 

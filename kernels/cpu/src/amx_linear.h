@@ -186,7 +186,7 @@ template <class TX, class WIDEN> static int multiply_all(const Product &p, long 
 // Groups g .. end of a panel as pairs of adjacent elements of K.
 //
 // A code without a sign becomes a float32 without a conversion: as the upper bits of the mantissa of BASE = 2^bits it is BASE + code,
-// and the minimum is moved by BASE * scale, whose rounding error is 2^-16 of a code at most.
+// and the minimum is moved by BASE * scale, which rounding changes by 2^-15 of a code at most.
 template <class F>
 static NOINLINE void widen_pairs(const blocks::BlockWeight &w, long panel, long g, long end, float *scales, pair *to) {
     static_assert(W == blocks::PANEL);
