@@ -363,18 +363,19 @@ class GenerationTracer:
     def end(self, error: BaseException | None, interruption_code: str) -> None:
         now, job = time.monotonic(), self.job
         outcome = outcome_code(error, interruption_code)
-        self._phase("prepare", job.arrival, self._submitted_at, {})
+        phases: list[tuple[str, float, float, dict[str, Any]]] = [("prepare", job.arrival, self._submitted_at, {})]
         for index, prompt in enumerate(self._times):
             seen: dict[str, Any] = {"windlass.prompt": index} if len(self._times) > 1 else {}
             prompt_tokens = len(self.prompts[index].token_ids)
             scheduled = self._submitted_at if prompt.scheduled is None else max(self._submitted_at, prompt.scheduled)
             if prompt.first is None:  # it ended in the queue or in prefill
-                self._phase("queue", self._submitted_at, now, seen)
+                phases.append(("queue", self._submitted_at, now, seen))
                 continue
-            self._phase("queue", self._submitted_at, scheduled, seen)
-            self._phase("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens})
+            phases.append(("queue", self._submitted_at, scheduled, seen))
+            phases.append(("prefill", scheduled, prompt.first, {**seen, "gen_ai.usage.input_tokens": prompt_tokens}))
             tokens = {**seen, "gen_ai.usage.output_tokens": prompt.tokens}
-            self._phase("decode", prompt.first, prompt.last or now, tokens)
+            phases.append(("decode", prompt.first, prompt.last or now, tokens))
+        self.tracing.phases(self.span, phases)
         self.span.set_attributes(
             {
                 "gen_ai.request.model": job.model_name,
@@ -385,9 +386,6 @@ class GenerationTracer:
                 "windlass.outcome": outcome,
             }
         )
-
-    def _phase(self, name: str, start: float, end: float, attributes: dict[str, Any]) -> None:
-        self.tracing.phase(self.span, name, start, end, attributes)
 
 
 @dataclass
@@ -409,15 +407,16 @@ class PoolingTracer:
             self._scheduled = begun
 
     def end(self, error: BaseException | None, interruption_code: str) -> None:
-        now, job, tracing, span = time.monotonic(), self.job, self.tracing, self.span
+        now, job, span = time.monotonic(), self.job, self.span
         counts = {"gen_ai.usage.input_tokens": self.tokens, "windlass.texts": self._num_texts}
-        tracing.phase(span, "prepare", job.arrival, self._submitted_at, {})
+        phases: list[tuple[str, float, float, dict[str, Any]]] = [("prepare", job.arrival, self._submitted_at, {})]
         if self._num_texts == 0:
-            tracing.phase(span, "queue", self._submitted_at, now, {})
+            phases.append(("queue", self._submitted_at, now, {}))
         else:
             scheduled = self._submitted_at if self._scheduled is None else max(self._submitted_at, self._scheduled)
-            tracing.phase(span, "queue", self._submitted_at, scheduled, {})
-            tracing.phase(span, "pool", scheduled, now, counts)
+            phases.append(("queue", self._submitted_at, scheduled, {}))
+            phases.append(("pool", scheduled, now, counts))
+        self.tracing.phases(span, phases)
         span.set_attributes(
             {
                 "gen_ai.request.model": job.model_name,

@@ -181,13 +181,13 @@ def test_phases_in_the_exporter() -> None:
     tracing = Tracing(exporter)
     scope = {"type": "http", "method": "POST", "path": "/x" * 500, "headers": [], "windlass.request_id": "r"}
     parent = tracing.begin(scope)
-    tracing.phase(parent, "decode", 10.0, 12.5, {"n": 1})
-    tracing.phase(parent, "queue", 10.0, 9.0, {})  # clocks of two processes: never negative
+    # The second one has times of two processes: never negative.
+    tracing.phases(parent, [("decode", 10.0, 12.5, {"n": 1}), ("queue", 12.5, 9.0, {})])
     parent.end()
     tracing.flush()
     decode, queue, whole = exporter.get_finished_spans()
     assert decode.end_time - decode.start_time == pytest.approx(2.5e9, abs=1e3) and decode.attributes == {"n": 1}
-    assert queue.end_time == queue.start_time
+    assert queue.end_time == queue.start_time == decode.end_time
     assert decode.parent.span_id == whole.context.span_id and len(whole.attributes["url.path"]) == 200
     tracing.close()
 
