@@ -1,11 +1,15 @@
 """Retrieval documents: texts of an exact length in tokens with hidden facts, and questions about them.
 
-Tasks are plain completions that a small base model can continue.
+Tasks are plain completions that a small base model can continue. A document is prose, or Python code for the tasks about code.
 passkey: one number, stated twice, among others with other names (Mohtashami and Jaggi, "Landmark attention", 2305.16300).
 needle: a number for each of several keys, at even depths (Kamradt's test, with RULER's wording, 2404.06654).
 recall: words for many keys at random depths (key-value retrieval as in "Lost in the middle", 2307.03172).
 multihop: a value, and names that each refer to the previous one (RULER's variable tracking); the last name's value is queried.
+tally: deliveries to several stores; the item that was delivered most often to a store (RULER's frequent words extraction).
+function: the name of the function with a described purpose, as in RepoQA (2406.06025).
+calls: the value that a function returns, which calls a function that calls another one (multihop, in code).
 Generated prose, used if no text is given, repeats each person's trade and town, so predicting these words needs distant text.
+Generated code is functions of random names.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import Literal
 
 from windlass.engine.errors import LoadError
 from windlass.lab.sweep_texts import Encoder
@@ -97,6 +102,39 @@ def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
         yield " ".join(sentences)
 
 
+_PARAMETERS = ("count", "items", "limit", "name", "offset", "path", "rate", "size", "total", "value")
+
+_STATEMENTS = tuple(
+    """
+    if {a} is None:
+        return {b}
+    |{a} = max({a}, {n})
+    |for index in range({n}):
+        {a} += index * {b}
+    |{thing} = {a} - {b} * {n}
+    |if {a} > {n}:
+        {b} = {a} // {n}
+    |while {a} < {b}:
+        {a} += {n}
+    |{thing} = [{a} + index for index in range({n})]
+    |{b} = ({a} + {n}) % 97
+    |assert {a} != {b}, "{thing}"
+    |print(f"{thing}: {{{a}}} of {n}")
+    """.strip().split("|")
+)
+
+
+def functions(rng: random.Random) -> Iterator[str]:
+    """Endless Python functions, each with an empty line before it."""
+    while True:
+        name, thing = rng.sample(THINGS, 2)
+        a, b = rng.sample(_PARAMETERS, 2)
+        lines = [f"def {rng.choice(('check', 'load', 'merge', 'scan', 'split', 'update'))}_{name}_{thing}({a}, {b}):"]
+        for statement in rng.sample(_STATEMENTS, rng.randrange(2, 6)):
+            lines.append("    " + statement.rstrip().format(a=a, b=b, n=rng.randrange(2, 90), thing=rng.choice(THINGS)))
+        yield "\n\n\n" + "\n".join([*lines, f"    return {rng.choice((a, b))}"])
+
+
 DIGITS = 5
 
 CHOICES = 4  # the right answer and wrong ones
@@ -108,6 +146,10 @@ _NEEDLES = 9
 _RECORDS, _ASKED_RECORDS = 12, 9
 
 _CHAINS, _HOPS = 6, 2
+
+_STORES, _DELIVERIES = 4, (5, 2, 2, 2)  # of each item to a store
+
+_DESCRIBED = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +278,105 @@ def _chain(names: list[str], value: str, depths: list[float]) -> list[Fact]:
     return [Fact(depth, text) for depth, text in zip(depths, sentences, strict=True)]
 
 
-TASKS: dict[str, Callable[[Materials], TaskContent]] = {
+def tally(materials: Materials) -> TaskContent:
+    """The depth of a question is that of its first delivery."""
+    facts, questions = [], []
+
+    def deliveries(store: str, items: list[str]) -> list[str]:
+        return [
+            f"Delivery to the {store} store: {item}."
+            for item, times in zip(items, _DELIVERIES, strict=True)
+            for _ in range(times)
+        ]
+
+    def question(store: str) -> str:
+        return f"The item that was delivered most often to the {store} store is:"
+
+    shown, *stores = ((materials.thing(), [materials.thing() for _ in _DELIVERIES]) for _ in range(_STORES + 1))
+    example = materials.rng.sample(deliveries(*shown), sum(_DELIVERIES))
+    before = f"{' '.join(example)} {question(shown[0])} {shown[1][0]}.\n"
+    for store, items in stores:
+        found = [Fact(materials.rng.random(), text) for text in deliveries(store, items)]
+        facts += found
+        depth = min(fact.depth for fact in found)
+        questions.append(TaskQuestion(depth, before + question(store), items[0], tuple(items[1:])))
+    return TaskContent(facts, questions)
+
+
+def function(materials: Materials) -> TaskContent:
+    described = [(materials.rng.random(), materials.thing(), *_named_function(materials)) for _ in range(_DESCRIBED)]
+    names = [name for *_, name, _ in described]
+
+    def purpose(thing: str) -> str:
+        return f"Return the price of one {thing}."
+
+    def definition(thing: str, name: str, number: str) -> str:
+        return f'def {name}(count):\n    """{purpose(thing)}"""\n    return count * {number}'
+
+    shown, (name, number) = materials.thing(), _named_function(materials)
+    before = "# Which function has the docstring {!r}? Its name is"
+    example = f"{definition(shown, name, number)}\n\n\n{before.format(purpose(shown))} {name}.\n"
+    return TaskContent(
+        [Fact(depth, definition(thing, name, number)) for depth, thing, name, number in described],
+        [
+            TaskQuestion(depth, example + before.format(purpose(thing)), name, materials.wrong(names, name))
+            for depth, thing, name, _ in described
+        ],
+    )
+
+
+def _named_function(materials: Materials) -> tuple[str, str]:
+    """A function name without a meaning, and a number."""
+    return f"{materials.thing()}_{materials.thing()}", materials.number()
+
+
+def calls(materials: Materials) -> TaskContent:
+    facts, ends = [], []
+    for _ in range(_CHAINS):
+        depths = sorted(materials.rng.random() for _ in range(_HOPS + 1))
+        names, value = [materials.thing() for _ in depths], materials.number()
+        facts += [Fact(depth, text) for depth, text in zip(depths, _call_chain(names, value), strict=True)]
+        ends.append((depths[0], names[-1], value))
+    values = [value for *_, value in ends]
+    names, shown = [materials.thing() for _ in range(_HOPS + 1)], materials.number()
+    example = "\n\n\n".join(_call_chain(names, shown)) + f"\n\n\n# {names[-1]}() returns {shown}.\n"
+    return TaskContent(
+        facts,
+        [
+            TaskQuestion(depth, f"{example}# {name}() returns", value, materials.wrong(values, value))
+            for depth, name, value in ends
+        ],
+    )
+
+
+def _call_chain(names: list[str], value: str) -> list[str]:
+    returned = [value, *(f"{name}()" for name in names[:-1])]
+    return [f"def {name}():\n    return {what}" for name, what in zip(names, returned, strict=True)]
+
+
+PROSE_TASKS: dict[str, Callable[[Materials], TaskContent]] = {
     "passkey": passkey,
     "needle": needle,
     "recall": recall,
     "multihop": multihop,
+    "tally": tally,
 }
+
+CODE_TASKS: dict[str, Callable[[Materials], TaskContent]] = {"function": function, "calls": calls}
+
+TASKS = PROSE_TASKS | CODE_TASKS
 
 # The loss of tokens that a long context makes more likely; it needs no facts and no questions.
 KEY_TOKENS = "key-tokens"
 
 ALL_TASKS = (*TASKS, KEY_TOKENS)
 
-_HEAD = "Below is a long text. Facts are hidden in it: remember them, they are asked for at the end."
+DocumentKind = Literal["prose", "code"]
+
+_HEADS: dict[DocumentKind, str] = {
+    "prose": "Below is a long text. Facts are hidden in it: remember them, they are asked for at the end.",
+    "code": "# Below is a long program. Remember its functions: they are asked for at the end.",
+}
 
 _MAX_SEGMENT = 512
 
@@ -269,7 +397,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document and its questions; ids with any ending and choice are at most `length` tokens.
+    """A document and its questions; ids with any ending and choice are at most `length` tokens. number: among those of its kind.
 
     head: number of leading tokens that remain when the text is cut. segment: number of last tokens, which contain no fact and
     whose loss is measured. digest: of all tokens.
@@ -282,6 +410,11 @@ class Document:
     segment: int
     questions: tuple[Question, ...]
     digest: str
+    kind: DocumentKind = "prose"
+
+    @property
+    def label(self) -> str:
+        return f"{self.length:,} tokens, {self.kind} {self.number + 1}"
 
     @property
     def tail(self) -> int:
@@ -294,36 +427,46 @@ def _tail(question: Question) -> int:
 
 
 class DocumentMaker:
-    """Makes documents, which are determined by length, number, seed, tasks, texts and tokenizer.
+    """Makes documents of one kind, which are determined by length, number, seed, tasks, texts and tokenizer.
 
-    texts: contents by name, empty for generated prose. trained_len: determines the distance of repetitions in generated prose.
+    texts: contents by name, empty for generated ones. trained_len: determines the distance of repetitions in generated prose.
     """
 
     def __init__(
-        self, encoder: Encoder, tasks: Sequence[str], texts: dict[str, str], *, seed: int, trained_len: int
+        self,
+        encoder: Encoder,
+        tasks: Sequence[str],
+        texts: dict[str, str],
+        *,
+        seed: int,
+        trained_len: int,
+        kind: DocumentKind = "prose",
     ) -> None:
-        self._encoder, self._tasks, self._seed, self._trained_len = encoder, tasks, seed, trained_len
-        self._texts = {name: _sentences(text) for name, text in texts.items()}
-        # No space for tokenizers that put one before every text.
-        self._space = " " if self._encode("a b") == [*self._encode("a"), *self._encode(" b")] else ""
+        self._encoder, self._seed, self._trained_len, self._kind = encoder, seed, trained_len, kind
+        made = PROSE_TASKS if kind == "prose" else CODE_TASKS
+        self._tasks = {task: made[task] for task in tasks if task in made}
+        split = _sentences if kind == "prose" else _definitions
+        self._texts = {name: split(text) for name, text in texts.items()}
+        # Before a fact. No space for tokenizers that put one before every text.
+        space = " " if self._encode("a b") == [*self._encode("a"), *self._encode(" b")] else ""
+        self._space = space if kind == "prose" else "\n\n\n"
 
     def _encode(self, text: str) -> list[int]:
         return self._encoder.encode(text, add_special_tokens=False)
 
     def make(self, length: int, number: int) -> Document:
         """Document `number` of a length. Raises LoadError if the facts do not fit, or the text is too short."""
-        rng = random.Random(f"{self._seed} {length} {number}")
+        rng = random.Random(f"{self._seed} {length} {number}" + ("" if self._kind == "prose" else " code"))
         materials = Materials(rng, iter(rng.sample(THINGS, len(THINGS))))
         facts: list[Fact] = []
         questions: list[Question] = []
-        for task in self._tasks:
-            if task in TASKS:
-                hidden = TASKS[task](materials)
-                facts += hidden.facts
-                questions += [self._question(task, asked) for asked in hidden.questions]
+        for task, make in self._tasks.items():
+            hidden = make(materials)
+            facts += hidden.facts
+            questions += [self._question(task, asked) for asked in hidden.questions]
         facts.sort(key=lambda fact: fact.depth)
         encoded_facts = [self._encode(self._space + fact.text) for fact in facts]
-        head = [*self._encoder.encode(""), *self._encode(_HEAD)]
+        head = [*self._encoder.encode(""), *self._encode(_HEADS[self._kind])]
         longest = max(map(_tail, questions), default=0)
         available = length - longest - len(head)
         fact_tokens = sum(map(len, encoded_facts))
@@ -337,7 +480,7 @@ class DocumentMaker:
         ids = tuple(chain(head, _hide(encoded_facts, [fact.depth for fact in facts], body, segment)))
         seen = json.dumps([ids, segment, [(q.ending, q.choices) for q in questions]])
         digest = hashlib.sha256(seen.encode()).hexdigest()
-        return Document(length, number, ids, len(head), segment, tuple(questions), digest)
+        return Document(length, number, ids, len(head), segment, tuple(questions), digest, self._kind)
 
     def _question(self, task: str, asked: TaskQuestion) -> Question:
         """Tokenize endings together with answers, as in a text; the ending ends where the choices differ."""
@@ -366,6 +509,8 @@ class DocumentMaker:
         )
 
     def _stream(self, length: int, number: int, rng: random.Random) -> Iterator[str]:
+        if not self._texts and self._kind == "code":
+            return functions(rng)
         if not self._texts:
             # People are repeated after a third of the longest trained distance, on average.
             cast = max(8, min(length, self._trained_len) // 3 // _SENTENCE_TOKENS)
@@ -387,6 +532,11 @@ def _sentences(text: str) -> list[str]:
         parts = [part for part in re.split(r"(?<=[.!?])\s+", paragraph.strip()) if part]
         found += [f"\n\n{part}" if place == 0 else part for place, part in enumerate(parts)]
     return found
+
+
+def _definitions(text: str) -> list[str]:
+    """Parts of a Python file, which begin with an empty line and a function, a class or their decorators."""
+    return ["\n\n" + part for part in re.split(r"\n\n+(?=[ \t]*(?:@|def |async def |class ))", text.strip())]
 
 
 def _hide(encoded_facts: list[list[int]], depths: list[float], body: list[list[int]], segment: int) -> Iterator[int]:

@@ -117,11 +117,18 @@ def notes(result: TaskSweep) -> list[str]:
             "the answer, token by token, with the full stop after it. In brackets Wilson's "
             f"{confidence} interval of the share chosen; the figure after it is the share written."
         )
+        about = {
+            "passkey": "one number, stated twice, among three others with other names.",
+            "needle": "a number for each of nine keys, at even depths.",
+            "recall": "words for twelve keys at random depths; nine are queried.",
+            "multihop": "a value, and two further names that each refer to the previous one; the last name's value is queried.",
+            "tally": "eleven deliveries of four items to each of four stores; the most frequent item is queried.",
+            "function": "the name of a function with a given docstring, one of nine.",
+            "calls": "the value of a function that calls a second one, which calls a third one.",
+        }
         found.append(
-            "passkey: one number, stated twice, among three others with other names. needle: a number for each of nine keys, at "
-            "even depths. recall: words for twelve keys at random depths; nine are queried. multihop: a value, and two "
-            "further names that each refer to the previous one; the last name's value is queried. One document holds all facts, "
-            "and its questions share its prefill."
+            " ".join(f"{task}: {about[task]}" for task in result.asked_tasks)
+            + " One document holds all facts of its kind, prose or code, and its questions share its prefill."
         )
     units = sorted({result.unit(length) for length in result.lengths})
     found.append(

@@ -275,6 +275,7 @@ def _document_json(read: DocumentReadings) -> dict[str, Any]:
     return {
         "length": document.length,
         "number": document.number,
+        "kind": document.kind,
         "sha256": document.digest,
         "questions": [[question.task, round(question.depth, 4)] for question in document.questions],
         "right": {

@@ -7,7 +7,7 @@ prefix cache. Torch is imported when the sweep runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,15 @@ from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
 from windlass.lab.candidates import TaskCandidate, chosen_task_candidates, task_candidates, window_candidate
 from windlass.lab.result_log import ResultLog, result_key
-from windlass.lab.retrieval_documents import ALL_TASKS, KEY_TOKENS, Document, DocumentMaker
+from windlass.lab.retrieval_documents import (
+    ALL_TASKS,
+    CODE_TASKS,
+    KEY_TOKENS,
+    PROSE_TASKS,
+    Document,
+    DocumentKind,
+    DocumentMaker,
+)
 from windlass.lab.retrieval_report import to_html, to_markdown
 from windlass.lab.retrieval_results import DocumentReadings, Reading, TaskSweep, judge
 from windlass.lab.scaling_inspection import display_name, read_groups
@@ -93,7 +101,7 @@ class RetrievalRunner:
         """Readings by candidate, and the segment's log-probabilities after a short context (empty without key tokens)."""
         layouts = self._missing(document)
         if layouts:
-            self._progress.begin(f"{document.length:,} tokens, document {document.number + 1}")
+            self._progress.begin(document.label)
             self._run(document, layouts)
         found = {c.name: self._known(self._layout(document, c).key) for c in self._candidates}
         short = self._known(self._short(document).key).segment if self._with_segment else ()
@@ -150,13 +158,14 @@ class RetrievalRunner:
             scaling=layout.name,
             length=document.length,
             document=document.number,
+            kind=document.kind,
             choices=[[round(value, 5) for value in row] for row in choices],
             exact=exact,
             segment=[round(value, 5) for value in segment],
         )
         right = sum(row[0] == max(row) for row in choices)
         summary = f"{right} of {len(choices)} answers chosen, {sum(exact)} written" if choices else "segment read"
-        self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {summary}")
+        self._progress.finished(f"{layout.name}: {document.label}: {summary}")
 
     def _layout(self, document: Document, candidate: TaskCandidate) -> _Layout:
         from windlass.lab.scoring import TextToScore
@@ -204,8 +213,8 @@ _MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are generated before the 
 class TaskOptions(CommonSweepOptions):
     """Options of `windlass rope sweep --tasks`.
 
-    texts: files or directories, empty for generated prose. documents: per length. report_only: report on the documents of
-    which the result log holds all readings, and compute nothing.
+    texts: files or directories, empty for generated documents; files named *.py are the code. documents: per length and kind.
+    report_only: report on the documents of which the result log holds all readings, and compute nothing.
     """
 
     tasks: tuple[str, ...]
@@ -322,13 +331,21 @@ def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
 
 
 def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[int], trained: int) -> list[Document]:
-    """The first document of every length, then the second …, so that an interrupted run is balanced."""
+    """The first documents of every length, then the second …, so that an interrupted run is balanced."""
     texts = {file.name: read_text(file) for file in files}
     if len(texts) < len(files):
         raise LoadError("--text: two files have the same name: rename one")
     tokenizer = options.load_tokenizer(options.model)
-    maker = DocumentMaker(tokenizer, options.tasks, texts, seed=options.seed, trained_len=trained)
-    return [maker.make(length, number) for number in range(options.documents) for length in lengths]
+    makers = []
+    kinds: tuple[tuple[DocumentKind, Collection[str]], ...] = (("prose", PROSE_TASKS), ("code", CODE_TASKS))
+    for kind, about in kinds:
+        of_kind = {name: text for name, text in texts.items() if name.endswith(".py") == (kind == "code")}
+        # The loss of key tokens is measured on the prose of a sweep without questions.
+        if any(task in about for task in options.tasks) or (kind == "prose" and options.tasks == (KEY_TOKENS,)):
+            makers.append(
+                DocumentMaker(tokenizer, options.tasks, of_kind, seed=options.seed, trained_len=trained, kind=kind)
+            )
+    return [maker.make(length, number) for number in range(options.documents) for length in lengths for maker in makers]
 
 
 def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:

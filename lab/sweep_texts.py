@@ -59,15 +59,15 @@ class Window:
 
 
 def find_files(given: Sequence[Path]) -> list[Path]:
-    """The given files, and the *.txt files of given directories in order of their names. Raises LoadError."""
+    """The given files, and the *.txt and *.py files of given directories in order of their names. Raises LoadError."""
     found: list[Path] = []
     for path in given:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted(file for file in path.glob("*.txt") if file.is_file())
+        inside = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".py") and file.is_file())
         if not inside:
-            raise LoadError(f"--text {path} is a directory without a file that ends in .txt: name the files")
+            raise LoadError(f"--text {path} is a directory without a file that ends in .txt or .py: name the files")
         found += inside
     for place, path in enumerate(found):
         if path.resolve() in {other.resolve() for other in found[:place]}:

@@ -34,8 +34,8 @@ class SharedSweepOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="UTF-8 text the model was not trained on, or a directory of *.txt; repeatable. With --tasks: documents are "
-            "cut from it, by default from generated prose.",
+            help="UTF-8 text the model was not trained on, or a directory of *.txt and *.py; repeatable. With --tasks: "
+            "documents are cut from it, those of code from *.py; by default from generated prose and code.",
         ),
     ] = None
     trained_len: Annotated[
@@ -166,8 +166,8 @@ class RetrievalOptions:
         variable_option(
             "--tasks",
             metavar="NAMES",
-            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, key-tokens, "
-            "separated by commas, or all.",
+            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, tally, "
+            "function, calls, key-tokens, separated by commas, or all.",
         ),
     ] = None
     lengths: Annotated[
@@ -179,7 +179,8 @@ class RetrievalOptions:
         ),
     ] = None
     documents: Annotated[
-        int | None, typer.Option("--documents", help="With --tasks: documents per length. Default: 4.")
+        int | None,
+        typer.Option("--documents", help="With --tasks: documents per length and kind (prose, code). Default: 4."),
     ] = None
     seed: Annotated[
         int | None, typer.Option("--seed", help="With --tasks: random seed of the documents. Default: 1.")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +17,18 @@ from helpers.toy_tokenizers import byte_level, llama_style
 from windlass.engine.errors import LoadError
 from windlass.engine.interface.context import ContextRule
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
+from windlass.lab import retrieval_documents
 from windlass.lab.candidates import TaskCandidate, task_candidates
-from windlass.lab.retrieval_documents import ALL_TASKS, TASKS, THINGS, Document, DocumentMaker, Materials, Question
+from windlass.lab.retrieval_documents import (
+    ALL_TASKS,
+    TASKS,
+    THINGS,
+    Document,
+    DocumentKind,
+    DocumentMaker,
+    Materials,
+    Question,
+)
 from windlass.lab.retrieval_results import (
     DocumentReadings,
     PairedDifference,
@@ -27,11 +40,13 @@ from windlass.lab.retrieval_results import (
 )
 from windlass.server.text.tokenizer import Tokenizer
 
-LENGTH = 6000
+LENGTH = 12_000
 
 
-def maker(tokenizer: Tokenizer, seed: int = 1, texts: dict[str, str] | None = None) -> DocumentMaker:
-    return DocumentMaker(tokenizer, ALL_TASKS, texts or {}, seed=seed, trained_len=2048)
+def maker(
+    tokenizer: Tokenizer, seed: int = 1, texts: dict[str, str] | None = None, kind: DocumentKind = "prose"
+) -> DocumentMaker:
+    return DocumentMaker(tokenizer, ALL_TASKS, texts or {}, seed=seed, trained_len=2048, kind=kind)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +58,24 @@ def test_length_facts_and_final_segment_of_a_document(tokenizer: Tokenizer) -> N
     document = maker(tokenizer).make(LENGTH, 0)
     longest = max(len(q.ending) + max(map(len, q.choices)) for q in document.questions)
     assert len(document.ids) + longest == LENGTH
-    assert Counter(q.task for q in document.questions) == {"passkey": 1, "needle": 9, "recall": 9, "multihop": 6}
+    assert Counter(q.task for q in document.questions) == {
+        "passkey": 1,
+        "needle": 9,
+        "recall": 9,
+        "multihop": 6,
+        "tally": 4,
+    }
     text = tokenizer.decode(document.ids)
     for question in document.questions:
         right, *wrong = (tokenizer.decode(choice) for choice in question.choices)
         ending = tokenizer.decode(question.ending)
         assert len({right, *wrong}) == 4 and right.endswith(".")
         statement = ending.splitlines()[-1].split("? ")[-1]
+        if question.task == "tally":
+            store = statement.removeprefix("The item that was delivered most often to the ").removesuffix(" store is:")
+            items = Counter(re.findall(rf"Delivery to the {store} store: (\w+)\.", text))
+            assert items == {right.strip(" ."): 5} | {item.strip(" ."): 2 for item in wrong}
+            continue
         if question.task == "multihop":
             name = statement.removeprefix("So the value of ").removesuffix(" is")
             for _ in range(2):
@@ -59,7 +85,7 @@ def test_length_facts_and_final_segment_of_a_document(tokenizer: Tokenizer) -> N
         assert f"{statement}{right}" in text
         assert sum(choice in text for choice in wrong) >= 2  # most wrong choices are in the text, too
     segment = tokenizer.decode(document.ids[-document.segment :])
-    assert not any(mark in segment for mark in ("pass key", "magic number", "Entry:", "be the same"))
+    assert not any(mark in segment for mark in ("pass key", "magic number", "Entry:", "be the same", "Delivery"))
     needles = [q.depth for q in document.questions if q.task == "needle"]
     assert needles == [i / 8 for i in range(9)]
     values = [tokenizer.decode(q.choices[0]) for q in document.questions if q.task == "needle"]
@@ -67,21 +93,52 @@ def test_length_facts_and_final_segment_of_a_document(tokenizer: Tokenizer) -> N
     assert places == sorted(places) and places[0] < 0.1 and 0.8 < places[-1] < 1
 
 
+def test_documents_of_code(tokenizer: Tokenizer) -> None:
+    """Python itself answers the questions: the document is executed, but for its last, cut function."""
+    document = maker(tokenizer, kind="code").make(LENGTH, 0)
+    assert document.label == "12,000 tokens, code 1"
+    assert Counter(q.task for q in document.questions) == {"function": 9, "calls": 6}
+    program: dict[str, Any] = {}
+    text = tokenizer.decode(document.ids)
+    exec(text[: text.rindex("\n\n\n")], program)
+    described = {f.__doc__: name for name, f in program.items() if getattr(f, "__doc__", None) and name[0] != "_"}
+    for question in document.questions:
+        right, *wrong = (tokenizer.decode(choice).strip(" .") for choice in question.choices)
+        asked = tokenizer.decode(question.ending).splitlines()[-1]
+        if question.task == "function":
+            assert described[asked.split("'")[1]] == right and set(wrong) < set(described.values())
+        else:
+            assert program[asked.removeprefix("# ").removesuffix("() returns")]() == int(right)
+
+
+def test_code_is_divided_at_definitions(tokenizer: Tokenizer) -> None:
+    file = Path(retrieval_documents.__file__).read_text(encoding="utf-8")
+    document = maker(tokenizer, texts={"own.py": file}, kind="code").make(LENGTH, 0)
+    text = tokenizer.decode(document.ids)
+    assert "# Below is a long program" in text and "def paragraphs(" in text
+    for after in re.findall(r"    return count \* \d+\n+(.*)\n", text):
+        assert re.match(r"\s*(@|def |async def |class )", after), after
+
+
 def test_documents_depend_on_seed_number_and_length(tokenizer: Tokenizer) -> None:
     first = maker(tokenizer).make(LENGTH, 0)
     assert maker(tokenizer).make(LENGTH, 0) == first
-    others = [maker(tokenizer, 2).make(LENGTH, 0), maker(tokenizer).make(LENGTH, 1), maker(tokenizer).make(6100, 0)]
+    others = [
+        maker(tokenizer, 2).make(LENGTH, 0),
+        maker(tokenizer).make(LENGTH, 1),
+        maker(tokenizer).make(LENGTH + 100, 0),
+    ]
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
 
 def test_no_double_space_with_tokenizers_that_add_one() -> None:
     tokenizer = Tokenizer(llama_style())
-    text = tokenizer.decode(maker(tokenizer).make(9000, 0).ids)
+    text = tokenizer.decode(maker(tokenizer).make(15_000, 0).ids)
     assert "  Entry:" not in text and " Entry:" in text
 
 
 def test_custom_text_is_read_from_its_beginning(tokenizer: Tokenizer) -> None:
-    text = "\n\n".join(f"Paragraph {i}. It says little. It ends here." for i in range(400))
+    text = "\n\n".join(f"Paragraph {i}. It says little. It ends here." for i in range(800))
     made = maker(tokenizer, texts={"a": text}).make(LENGTH, 0)
     words = tokenizer.decode(made.ids)
     assert "\n\nParagraph 0." in words and words.index("Paragraph 10.") < words.index("Paragraph 30.")
