@@ -128,6 +128,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or cache.private:
             return 0, False
+        cache.chain.extend(token_ids, num_shareable)  # all blocks that another sequence may be computing
         if cache.second_keys is not None:  # any prefix of these can be taken; with recurrent states not any prefix can
             num_second, whole = self._match(cache.second_keys, token_ids, num_shareable)
             num_shareable = num_shareable if whole else num_second * self.block_size

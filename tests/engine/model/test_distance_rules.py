@@ -207,6 +207,22 @@ def test_prefix_cache_is_separate_for_each_rule(name: str, models: dict[str, Pat
     check(other, right)
 
 
+@pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "rerope"])
+def test_requests_that_arrive_together_compute_their_common_prompt_once(name: str, models: dict[str, Path]) -> None:
+    """Also where a second copy of the keys is cached."""
+    core = core_of(models["llama"])
+    requests = [replace(asked(name, prompt=[*PROMPT, 9 + i], length=1), request_id=f"r{i}") for i in range(4)]
+    found = run(core, requests)
+    block = core.info.block_size
+    assert core.runner.positions_computed <= len(PROMPT) + 1 + 3 * (block + 1)
+    cached = [found[request.request_id, 0].outputs[-1].cached_tokens for request in requests]
+    assert cached == [0, *[len(PROMPT) // block * block] * 3]
+    for request in requests:
+        got = found[request.request_id, 0]
+        right = right_logits(core, models["llama"], request, request.prompt_token_ids + got.token_ids)
+        check(got, right, len(request.prompt_token_ids))
+
+
 def test_short_texts_equal_answers_without_a_rule(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT[:9], 5)])["a", 0]
