@@ -100,22 +100,34 @@ class EngineCore:
         self.info = builder.describe(adapters.infos, time.perf_counter() - started)
         self.scheduler = builder.make_scheduler(self.info, self.blocks, adapters, self._store)
         self._steps = StepExecutor(self.scheduler, self.runner)
+        self._is_warm = False
 
-    def warm_up(self, max_seconds: float = 0.5) -> None:
-        """Run a few dummy steps before the first request: see `windlass.engine.execution.dummy_runs`.
+    def prepare(self) -> None:
+        """Prepare for the first request. Waits for the scan of stored blocks, so that it finds them.
 
-        On a device with CUDA graphs decode steps are captured, in addition to `max_seconds`. Waits for the scan of stored blocks,
-        so that the first request finds them.
+        Warms up on a GPU, where kernels are compiled and decode steps captured. On a CPU this is left to idle time.
         """
+        if self.runner.decoder.device.type != "cpu":
+            self.warm_up()
+        if self._store is not None:
+            self._store.wait_scanned(_STORE_SCAN_SECONDS)
+
+    def warm_up(self, interrupted: Callable[[], bool] = lambda: False, max_seconds: float = 0.5) -> None:
+        """Run a few dummy steps, once, while there is no request: see `windlass.engine.execution.dummy_runs`.
+
+        interrupted: asked between steps whether to end. On a device with CUDA graphs decode steps are captured, in addition to
+        `max_seconds`.
+        """
+        if self._is_warm:
+            return
+        self._is_warm = True
         max_length = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = self._planner.plan(1 if self._planner.auto else max_length, update="frozen").stage(1).specs
-        warm_up(self.runner, specs, max_length=max_length, max_seconds=max_seconds)
+        warm_up(self.runner, specs, max_length=max_length, max_seconds=max_seconds, interrupted=interrupted)
         proposer = self.runner.proposer
         for graphs in (self.runner.graphs, None if proposer is None else proposer.graphs):
             if graphs is not None:
                 graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
-        if self._store is not None:
-            self._store.wait_scanned(_STORE_SCAN_SECONDS)
 
     def prepare_in_idle_time(self) -> None:
         """Prepare the vocabulary for grammars in the background, which would delay other streams with the first grammar."""

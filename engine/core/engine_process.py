@@ -67,6 +67,7 @@ class Core(Protocol):
     def step(self, announce: Announce) -> list[RequestOutput]: ...
     def watch_plans(self, watcher: PlanWatcher) -> None: ...
     def watch_ranks(self, gone: Callable[[str], None]) -> None: ...
+    def warm_up(self, interrupted: Callable[[], bool]) -> None: ...
     def prepare_in_idle_time(self) -> None: ...
     def close(self) -> None: ...
     def stats(self) -> EngineStats: ...
@@ -76,12 +77,12 @@ CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
-    """The real engine, warmed up. Its modules are imported here because they import torch."""
+    """The real engine, prepared for requests. Its modules are imported here because they import torch."""
     apply_thread_settings(config.compute.cores)
     from windlass.engine.core.engine_core import EngineCore
 
     core = EngineCore(config, progress)
-    core.warm_up()
+    core.prepare()
     return core
 
 
@@ -112,6 +113,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until closed. Exceptions of a step, which are defects of the engine, and the end of a rank are raised."""
         self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
+        self._core.warm_up(lambda: not self._inbox.empty())
         while True:
             # Between steps handle all waiting messages; without work sleep until one arrives.
             block = not self._core.has_work()

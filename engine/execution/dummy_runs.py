@@ -1,14 +1,14 @@
 """Dummy runs: memory profiling and warm-up with sequences that belong to no request.
 
 `profile_largest_step` and `profile_graph_memory` run before the KV cache is allocated and free everything. `warm_up` runs before
-the first request.
+the first request, or until it arrives.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -169,11 +169,19 @@ _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 
 
-def warm_up(runner: ModelRunner, specs: Sequence[RotarySpec], *, max_length: int, max_seconds: float) -> None:
+def warm_up(
+    runner: ModelRunner,
+    specs: Sequence[RotarySpec],
+    *,
+    max_length: int,
+    max_seconds: float,
+    interrupted: Callable[[], bool],
+) -> None:
     """Run a prompt and a few decode steps on the first blocks of every KV group, which must be free.
 
     specs: one for each rotary group. max_length: maximum length of a sequence; if too short, nothing
-    runs. max_seconds: no step starts later, so that a slow model does not delay the start.
+    runs. max_seconds: no step starts later, so that a slow model does not delay the start. interrupted: no step starts once it is
+    true.
     """
     started = time.monotonic()
     prompt = min(runner.block_size + 1, max_length - _DECODE_STEPS)
@@ -185,7 +193,7 @@ def warm_up(runner: ModelRunner, specs: Sequence[RotarySpec], *, max_length: int
     samples = (_DUMMY_ID,) if spec.generates else ()
     try:
         for step in range(1 + _DECODE_STEPS):
-            if time.monotonic() - started > max_seconds:
+            if time.monotonic() - started > max_seconds or interrupted():
                 break
             # A new sequence in every step, with that step's settings, as a model that does not generate samples nothing.
             known = prompt + step

@@ -279,7 +279,7 @@ def prepare(
     spec = check_model(engine, path, server, replicas)
     settings = replace(settings, ranking=rank_settings(path, server, spec))
     path = ensure_tokenizer(path)
-    recommended = known_sampling(model, name)
+    recommended = known_sampling(model, name, path)
     found = find_sampling(path, recommended, server.generation_config, server.override_generation_config)
     in_force = {field: value for field, value in recommended.items() if found.sources.get(field) == RECOMMENDED}
     settings = replace(settings, sampling=found.sampling, sampling_sources=found.sources, recommended_sampling=in_force)

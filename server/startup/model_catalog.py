@@ -301,19 +301,11 @@ def is_downloaded(model: KnownModel) -> bool:
     return not model.file.parts or size == model.file.size
 
 
-def is_file_of(model: KnownModel, path: Path) -> bool:
-    """Whether a file equals the model's. It is read (a second or more per gigabyte) only if its size is right."""
-    if model.file is None:
+def may_be_file_of(model: KnownModel, path: Path) -> bool:
+    """Whether a file has the size of the model's, or its name if the size is unknown."""
+    if model.file is None or not path.is_file():
         return False
-    try:
-        if not path.is_file() or (model.file.parts and path.stat().st_size != model.file.size):
-            return False
-        if not model.file.parts and path.name != model.file.name:
-            return False
-        with path.open("rb") as source:
-            return hashlib.file_digest(source, "sha256").hexdigest() == model.file.sha256
-    except OSError:
-        return False
+    return path.stat().st_size == model.file.size if model.file.parts else path.name == model.file.name
 
 
 class PullError(LoadError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import importlib.resources
 import os
 import re
@@ -19,7 +20,7 @@ from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.startup.default_model import pull_default_model
 from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf, source_stem
-from windlass.server.startup.model_catalog import KNOWN, KnownModel, is_file_of, pull
+from windlass.server.startup.model_catalog import KNOWN, KnownModel, may_be_file_of, pull
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -39,6 +40,8 @@ _REVISION = re.compile(r"[\w][\w.\-/]*")  # and names of GGUF files
 _PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 
 _CONNECT_SECONDS = 5.0
+
+_DIGEST = "sha256"  # file in the directory derived from a GGUF file
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -61,15 +64,30 @@ def choose_model(given: str | None) -> tuple[str, Path]:
     return _name_of(given, path), path
 
 
-def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
+def known_sampling(given: str | None, name: str, directory: Path) -> Mapping[str, float]:
     """Sampling that the authors of a known model recommend. given, name: the argument and the result of `choose_model`.
 
-    A file that is given by its path is recognized by its content.
+    A file that is given by its path is recognized by its content. directory: the one derived from it, which stores the digest.
     """
     here = None if given is None else Path(given).expanduser()
-    if here is not None and here.exists():  # a folder wins over a name
-        return next((model.sampling for model in KNOWN.values() if is_file_of(model, here)), {})
-    return KNOWN[name].sampling if name in KNOWN else {}
+    if here is None or not here.exists():  # a folder wins over a name
+        return KNOWN[name].sampling if name in KNOWN else {}
+    with contextlib.suppress(OSError):
+        for model in KNOWN.values():
+            if model.file is not None and may_be_file_of(model, here):
+                return model.sampling if _digest(here, directory / _DIGEST) == model.file.sha256 else {}
+    return {}
+
+
+def _digest(path: Path, stored: Path) -> str:
+    """SHA-256 of a file, from the file `stored` if that exists: hashing takes more than a second per gigabyte."""
+    with contextlib.suppress(OSError):
+        return stored.read_text(encoding="ascii")
+    with path.open("rb") as source:
+        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    with contextlib.suppress(OSError):
+        stored.write_text(digest, encoding="ascii")
+    return digest
 
 
 def with_draft_model(options: EngineOptions) -> EngineOptions:

@@ -193,7 +193,7 @@ class TextService:
 
     # ---- start and end -----------------------------------------------------------------------------------------------
     def spawn(self) -> None:
-        """Start loading the processes and computing the longest token, which visits the whole vocabulary once."""
+        """Start loading the processes and computing the longest token, for which the vocabulary is sorted once."""
         self._pool.spawn()
         self._threads.submit(lambda: self._tokenizer.max_token_chars)
 

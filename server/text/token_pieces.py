@@ -103,6 +103,12 @@ class PieceDecoder:
             token = self.separator + token
         return token.encode("utf-8", "replace")
 
+    @property
+    def growth(self) -> int | None:
+        """Upper bound of the characters that decoding adds to a token; None if a replacement may add any number."""
+        longer = any(len(new) > len(old) for old, new in self.replacements)
+        return None if longer else len(self.separator)
+
     def covers_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
         """Return whether the vocabulary has every byte, so that no text contains unknown tokens."""
         if self.byte_level:

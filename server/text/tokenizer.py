@@ -158,11 +158,15 @@ class Tokenizer:
         """Upper bound of the characters per token: a text of more than n * max_token_chars characters has more than n tokens.
 
         Exact for byte-level vocabularies. A generous estimate if a normalizer, an unknown token or a special token that
-        strips white space may remove characters. Computed on first use, because it visits the entire vocabulary.
+        strips white space may remove characters. Computed on first use, because it sorts the entire vocabulary.
         """
         starts = 1
-        for token_id in self._backend.get_vocab(with_added_tokens=True).values():
-            data = self.token_bytes(token_id)
+        growth = None if self.piece_decoder is None else self.piece_decoder.growth
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        for token in sorted(vocabulary, key=len, reverse=True):
+            if growth is not None and len(token) + growth <= starts:
+                break  # no shorter token has more
+            data = self._piece(vocabulary[token], token)
             starts = max(starts, sum(byte & 0xC0 != 0x80 for byte in data))  # characters that begin in this token
         match self._character_loss():
             case "none":

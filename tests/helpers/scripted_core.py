@@ -94,6 +94,9 @@ class ScriptedCore:
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
         pass
 
+    def warm_up(self, interrupted: Callable[[], bool]) -> None:
+        pass
+
     def prepare_in_idle_time(self) -> None:
         self.prepared_ahead += 1
 

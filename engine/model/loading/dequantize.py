@@ -64,20 +64,6 @@ def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, 
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
-_NO_EXPONENT = 255  # of MXFP4: NaN
-_NOT_FINITE = 0x7C00  # exponent bits of a float16 that is NaN or infinite
-
-
-def scales_are_finite(blocks: Tensor, kind: str) -> bool:
-    """Whether no scale in these rows of a GGUF type, uint8 [count, bytes of a row], is NaN or infinite."""
-    found = GGUF_TYPES[kind]
-    assert found.scales is not None
-    scales = blocks.reshape(-1, found.num_bytes)[:, slice(*found.scales)].contiguous()
-    if kind == "MXFP4":
-        return not bool((scales == _NO_EXPONENT).any())
-    scales = scales.view(torch.int16)
-    return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
-
 
 def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
     """Rows of bytes of a GGUF type, in the GGUF layout of the block format that stores them (MXFP4 becomes Q5_0).

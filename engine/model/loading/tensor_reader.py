@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +55,24 @@ def all_finite(data: memoryview, dtype: torch.dtype) -> bool:
     return bool(signed.max() < first and signed.view(f"u{dtype.itemsize}").max() < first + (1 << (bits - 1)))
 
 
+_NO_EXPONENT = 255  # of MXFP4: NaN
+
+
+def scales_are_finite(blocks: Tensor, kind: str) -> bool:
+    """Whether no scale in these rows of a GGUF type, uint8 [count, bytes of a row], is NaN or infinite.
+
+    Types without such scales are checked once they are dequantized.
+    """
+    found = GGUF_TYPES[kind]
+    if found.scales is None:
+        return True
+    scales = blocks.numpy().reshape(-1, found.num_bytes)[:, slice(*found.scales)]
+    if kind == "MXFP4":
+        return not (scales == _NO_EXPONENT).any()
+    first = _MIN_NOT_FINITE[torch.float16]
+    return bool((scales.view(np.uint16) & first).max(initial=0) < first)
+
+
 _READERS = 2  # threads: one core cannot copy from the page cache at the speed of memory
 _READ_AHEAD = 6  # chunks read or being read while one is in use
 _CHUNK_BYTES = 4 << 20
@@ -78,14 +96,16 @@ class TensorSlice:
             all_columns, first, count = self.columns
             skipped, inner = first * inner[0] // all_columns, [count * inner[0] // all_columns]
         shape = [sum(end - begin for begin, end in self.runs), *inner]
-        return TensorEntry(
-            entry.name, entry.dtype, shape, entry.offset + skipped * entry.dtype.itemsize, row_bytes, self.runs
-        )
+        offset = entry.offset + skipped * entry.dtype.itemsize
+        return replace(entry, shape=shape, offset=offset, row_bytes=row_bytes, runs=self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file, or a part of it: runs of rows at a distance of `row_bytes`; None: all rows, contiguous."""
+    """A tensor in a file, or a part of it: runs of rows at a distance of `row_bytes`; None: all rows, contiguous.
+
+    block_type: the GGUF type of blocks, whose bytes are read; None for numbers.
+    """
 
     name: str
     dtype: torch.dtype
@@ -93,6 +113,7 @@ class TensorEntry:
     offset: int  # bytes from the start of the file
     row_bytes: int = 0
     runs: tuple[tuple[int, int], ...] | None = None
+    block_type: str | None = None
 
     def spans(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """Offset and number of the bytes of `count` of its rows, piece by piece."""
@@ -120,7 +141,7 @@ Destination = Callable[[str, torch.dtype, list[int]], Tensor | None]
 class TensorChunk:
     """Rows first .. first + len(tensor) of the tensor `name` of this shape. last: it is the tensor's last chunk.
 
-    finite: no number of these rows is NaN or infinite.
+    finite: no number of these rows, or no scale of their blocks, is NaN or infinite.
     """
 
     name: str
@@ -217,6 +238,8 @@ def _read(descriptor: int, request: _Request) -> TensorChunk:
                 if filled - checked >= _CHECK_BYTES:
                     finite, checked = finite and all_finite(view[checked:filled], entry.dtype), filled
         finite = finite and all_finite(view[checked:filled], entry.dtype)
+    if entry.block_type is not None:
+        finite = scales_are_finite(tensor, entry.block_type)
     return TensorChunk(entry.name, entry.shape, request.first, request.last, tensor, finite)
 
 
@@ -303,7 +326,7 @@ def tensor_entry(tensor: TensorLocation) -> TensorEntry:
         raise SafetensorError(f"tensor {tensor.name!r} has the type {tensor.dtype}, which is not supported")
     rows = tensor.shape[:-1]
     row_bytes = (tensor.end - tensor.begin) // max(1, prod(rows))
-    return TensorEntry(tensor.name, torch.uint8, [*rows, row_bytes], tensor.begin)
+    return TensorEntry(tensor.name, torch.uint8, [*rows, row_bytes], tensor.begin, block_type=tensor.dtype)
 
 
 def _entries(tensors: Iterable[TensorLocation]) -> list[TensorEntry]:

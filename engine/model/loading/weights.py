@@ -23,7 +23,6 @@ from windlass.engine.model.loading.dequantize import (
     decode_numbers,
     dequantize_gguf,
     read_quantized,
-    scales_are_finite,
     to_block_format,
 )
 from windlass.engine.model.loading.gguf_index import GGUF_TYPES, read_index
@@ -31,7 +30,6 @@ from windlass.engine.model.loading.model_description import is_derived
 from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorLocation, unstack_tensors
 from windlass.engine.model.loading.tensor_reader import (
-    TensorChunk,
     TensorSlice,
     read_checked_header,
     read_located,
@@ -273,7 +271,7 @@ def load_weights(
         name, tensor = chunk.name, chunk.tensor if chunk.tensor.dim() else chunk.tensor.reshape(1)
         done += tensor.nbytes
         target, kind = targets.get(name), _block_type(tensors[name])
-        if not _is_finite(chunk, kind) and (target is not None or not is_derived(name)):
+        if not chunk.finite and (target is not None or not is_derived(name)):
             raise _not_finite(directory, name)
         if target is None:
             if name in heads and decoder.spec.tied_embeddings:
@@ -347,13 +345,6 @@ def _check_range(tensor: Tensor, decoder: Decoder, directory: Path, target: _Wei
             f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
             "use `compute.dtype=bfloat16` or float32"
         )
-
-
-def _is_finite(chunk: TensorChunk, kind: str | None) -> bool:
-    """Whether numbers, or the scales of blocks, are finite. Other GGUF types are checked once they are dequantized."""
-    if kind is None or GGUF_TYPES[kind].scales is None:
-        return chunk.finite
-    return scales_are_finite(chunk.tensor, kind)
 
 
 def _not_finite(directory: Path, name: str) -> LoadError:

@@ -554,13 +554,13 @@ def test_blocks_are_written_if_the_engine_ends_before_its_folder_is_open(
 
 
 @pytest.mark.slow
-def test_the_first_request_after_a_warm_up_finds_stored_blocks(
+def test_the_first_request_of_a_prepared_engine_finds_stored_blocks(
     models: Models, slow_weights: Path, tmp_path: Path
 ) -> None:
     for expected in (0, FULL):
         core = make_core(models["llama"], deterministic=True, kv_persist=str(tmp_path / "kept"))
         threading.Timer(0.3, slow_weights.write_bytes, [b"late"]).start()
-        core.warm_up()
+        core.prepare()
         assert cached(ask(core)) == expected
         core.close()
 

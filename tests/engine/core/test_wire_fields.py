@@ -32,6 +32,7 @@ def test_every_field_of_an_output_is_transmitted() -> None:
         "error": RequestError("no", "field", "code"),
         "pooled": PooledRows(b"\0\0\x80?", 1),
         "scheduled_at": 12.5,
+        "prompt_computed": 9,
     }
     assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
     output = RequestOutput(**values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,8 @@ from helpers.engines import greedy, make_core, run
 from helpers.marks import slow_but
 from helpers.tiny_models import FAMILIES, make_model
 
-from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.engine_process import default_core
+from windlass.engine.core.engine_process import EngineLoop, default_core
+from windlass.engine.core.messages import Close
 from windlass.engine.execution import dummy_runs
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -61,11 +62,23 @@ def test_the_first_stream_uses_recorded_steps():
     assert core.runner.replay.num_replayed - before == 5
 
 
-def test_the_engine_process_warms_up_its_core(monkeypatch):
-    cores = []
-    monkeypatch.setattr(EngineCore, "warm_up", lambda self: cores.append(self))
+@ON_A_CPU
+def test_the_engine_process_warms_up_until_a_message_arrives():
     core = default_core(engine_config(DEMO, device="cpu", kv_cache_memory=8 << 20), lambda *_: None)
-    assert cores == [core]
+    steps = []
+    execute, inbox = core.runner.execute, SimpleQueue()
+
+    def count(plan):
+        steps.append(plan)
+        if len(steps) == 2:
+            inbox.put(Close())
+        return execute(plan)
+
+    core.runner.execute = count
+    EngineLoop(core, inbox, lambda message: None).run()
+    assert len(steps) == 2 and core.runner.tables.num_live == core.runner.positions_computed == 0
+    core.warm_up()
+    assert len(steps) == 2, "it is done once"
 
 
 def test_the_warm_up_time_is_bounded(monkeypatch):

@@ -72,6 +72,11 @@ def test_names_of_directories_and_ids(offline, monkeypatch):
 
 
 def test_recommended_sampling_applies_to_the_same_file_at_any_path(offline, monkeypatch):
+    def derived(path):
+        folder = offline / f"derived-{path.name}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
     model = toy_model(make_wheel(offline))
     model = replace(
         model, sampling={"temperature": 0.5}, file=replace(model.file, sha256=sha256(b"abc").hexdigest(), size=3)
@@ -81,9 +86,13 @@ def test_recommended_sampling_applies_to_the_same_file_at_any_path(offline, monk
     same.write_bytes(b"abc")
     longer.write_bytes(b"abcd")
     other.write_bytes(b"abd")
-    found = [model_files.known_sampling(str(path), path.name) for path in (same, longer, other, offline)]
+    found = [model_files.known_sampling(str(path), path.name, derived(path)) for path in (same, longer, other, offline)]
     assert found == [{"temperature": 0.5}, {}, {}, {}]
+    # The digest is stored next to what was derived from the file, so that the next start does not read it.
+    same.write_bytes(b"xyz")
+    assert model_files.known_sampling(str(same), "toy", derived(same)) == {"temperature": 0.5}
+    assert model_files.known_sampling(str(same), "toy", offline / "missing") == {}
     same.unlink()
-    assert model_files.known_sampling("toy", "toy") == {"temperature": 0.5}
+    assert model_files.known_sampling("toy", "toy", offline) == {"temperature": 0.5}
     (offline / "toy").mkdir()  # a folder of that name with unknown content
-    assert model_files.known_sampling("toy", "toy") == {}
+    assert model_files.known_sampling("toy", "toy", offline) == {}

@@ -155,10 +155,10 @@ def test_another_file_or_folder_replaces_the_model_s_own(tmp_path):
 
 def test_a_folder_with_a_known_name_is_not_the_known_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert known_sampling("smollm2", "smollm2") == known_sampling(None, "smollm2") == SMALL
-    assert known_sampling("demo", "demo") == known_sampling("org/name", "org/name") == {}
+    assert known_sampling("smollm2", "smollm2", tmp_path) == known_sampling(None, "smollm2", tmp_path) == SMALL
+    assert known_sampling("demo", "demo", tmp_path) == known_sampling("org/name", "org/name", tmp_path) == {}
     (tmp_path / "smollm2").mkdir()
-    assert known_sampling("smollm2", "smollm2") == {}
+    assert known_sampling("smollm2", "smollm2", tmp_path) == {}
 
 
 def test_a_gguf_file_recommends_sampling():
