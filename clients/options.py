@@ -115,6 +115,7 @@ class GenerationOptions(SharedOptions, total=False):
     max_completion_tokens: int | None
     n: int | None
     best_of: int | None
+    return_progress: bool | None
     stop: str | Sequence[str] | None
     prompt_logprobs: int | None
     return_token_ids: bool | None

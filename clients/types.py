@@ -324,6 +324,17 @@ class _Generated(ResponseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress(ResponseModel):
+    """Progress of a prompt: tokens in all, found in the cache, and computed or cached so far. index: of several prompts."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(_Generated):
     """Response of /v1/completions. request_id: its `x-request-id`."""
 
@@ -338,9 +349,10 @@ class Completion(_Generated):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChunk(_Generated):
-    """An event of a streamed completion. The one with the usage has no choices."""
+    """An event of a streamed completion. Those with the usage or the progress of the prompt have no choices."""
 
     choices: tuple[CompletionChoice, ...] = ()
+    prompt_progress: PromptProgress | None = None
 
     @property
     def text(self) -> str:
@@ -405,9 +417,10 @@ class ChatCompletion(_Generated):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionChunk(_Generated):
-    """An event of a streamed chat. The one with the usage has no choices."""
+    """An event of a streamed chat. Those with the usage or the progress of the prompt have no choices."""
 
     choices: tuple[ChatChunkChoice, ...] = ()
+    prompt_progress: PromptProgress | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
 

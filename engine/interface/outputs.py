@@ -41,6 +41,8 @@ class RequestOutput:
     rotary, context: reports on the sample, on its last output unless it failed.
     error: the request failed; this is its last output (of all samples).
     scheduled_at: `time.monotonic()` seconds when the first step of the request was planned, on its first output.
+    prompt_computed: prompt tokens computed or cached so far, on the outputs before the first token that a request with
+    `reports_progress` gets; these have nothing else but `cached_tokens`.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestOutput:
     error: Exception | None = None
     pooled: PooledRows | None = None
     scheduled_at: float | None = None
+    prompt_computed: int | None = None
 
 
 MAX_TIMING_SAMPLES = 1 << 16  # of each duration, stored until they are read: some MB, hours of a busy server

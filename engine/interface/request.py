@@ -107,6 +107,7 @@ class EngineRequest:
     pooling: set for a pooled prompt; then nothing is generated, and `sampling.max_tokens` is 0.
     caller, share: fairness under load: callers get parts in proportion to their `share`.
     deadline: `time.monotonic()` seconds.
+    reports_progress: every step that computes a part of the prompt has an output: see `RequestOutput.prompt_computed`.
     """
 
     request_id: str
@@ -124,6 +125,7 @@ class EngineRequest:
     deadline: float | None = None
     adapter: int | None = None
     pooling: PoolingRule | None = None
+    reports_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)

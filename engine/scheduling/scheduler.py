@@ -529,6 +529,10 @@ class Scheduler:
                 outputs += self._fork(seq, seq.children, by_id, now)
             elif item.samples:
                 outputs.append(self._take_tokens(seq, _result(by_id, seq), now))
+            elif seq.request.reports_progress and seq.first_token_time is None:
+                computed = min(seq.cache.num_computed_tokens, len(seq.request.prompt_token_ids))
+                cached = seq.cached_tokens or 0
+                outputs.append(RequestOutput(seq.request.request_id, cached_tokens=cached, prompt_computed=computed))
         self._fair_queue.advance(self.counters.prompt_tokens + self.counters.generation_tokens)
         return outputs
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients import APIStatusError, Client, NotFoundError
 from windlass.clients.options import CallOptions, ChatOptions
-from windlass.clients.terminal import CommandError, print_status
+from windlass.clients.terminal import CommandError, LoadingDisplay, print_status, stderr_is_terminal
 from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import EngineError, RequestError, did_you_mean, with_place
 from windlass.engine.rotary.scaling_text import names_kind, parse_scaling, read_value, split_words
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_TOKENS = 4096  # for models that never end an answer
 _LONG_WAIT_SECONDS = 1.0
+_LONG_PROMPT_TOKENS = 1024  # that are not cached: the prompt's progress is shown
 
 
 @dataclass(slots=True)
@@ -486,6 +487,7 @@ class ChatLoop:
         self._model = model
         self._server = server
         self._context: int | None = None
+        self._shows_progress = False  # of long prompts
         self._commands: ChatCommands = ChatCommands(dialogue, client, model)
         self._failed = False
 
@@ -525,6 +527,7 @@ class ChatLoop:
             return
         self._check_model(self._model or served.id)
         self._context = served.max_model_len
+        self._shows_progress = served.context is not None and stderr_is_terminal()  # other servers have no such field
         facts = [f"context of {self._context:,} tokens"] if self._context else []
         if served.num_parameters:
             facts.insert(0, f"{count(served.num_parameters)} parameters")
@@ -572,13 +575,19 @@ class ChatLoop:
 
         stream: Stream[ChatCompletionChunk, ChatCompletion] | None = None
         timing, stopped = _AnswerTiming(time.monotonic()), False
+        reading, options = LoadingDisplay(), self._dialogue.options()
+        if self._shows_progress:
+            options = {"return_progress": True, **options}
         try:
             with self._console.interrupt_stops_answer():
-                stream = self._client.chat(
-                    self._dialogue.messages(question), model=self._model, stream=True, **self._dialogue.options()
-                )
+                stream = self._client.chat(self._dialogue.messages(question), model=self._model, stream=True, **options)
                 with stream:
                     for chunk in stream:
+                        progress = chunk.prompt_progress
+                        if progress is None:
+                            reading.stop()
+                        elif progress.total - progress.cache >= _LONG_PROMPT_TOKENS:
+                            reading("reading the prompt", progress.processed, progress.total)
                         if chunk.reasoning or chunk.text:
                             timing.tick()
                         if chunk.reasoning:
@@ -590,11 +599,13 @@ class ChatLoop:
         except KeyboardInterrupt:
             stopped = True
         except (APIError, ValueError) as error:
+            reading.stop()
             if timing.pieces:
                 self._console.write("\n")
             self._report_error(error)
             return False
         finally:
+            reading.stop()
             if stream is not None:
                 stream.close()
         self._console.write("\n")

@@ -77,11 +77,12 @@ async def _generate_with(
     options = with_draft_model(options)
     check_model(options, path)
     path = ensure_tokenizer(path)
-    recommended = known_sampling(model, name)
+    recommended = known_sampling(model, name, path)
     found = find_sampling(path, recommended, given.generation_config, given.override_generation_config)
     client = engines.client(options, path)
     loading = LoadingDisplay()
-    client.progress = loading if sys.stderr.isatty() else None
+    terminal = sys.stderr.isatty()
+    client.progress = loading if terminal else None
     client.spawn()  # the engine loads while the tokenizer is imported and read
     try:
         client.start_nowait()
@@ -104,8 +105,13 @@ async def _generate_with(
         )
         detokenizer = Detokenizer(tokenizer, prompt, stop=tuple(request.stop or ()))
         start, first, tokens, reason = time.monotonic(), 0.0, 0, ""
-        async with contextlib.aclosing(client.generate(EngineRequest("generate", prompt, sampling))) as outputs:
+        engine_request = EngineRequest("generate", prompt, sampling, reports_progress=terminal)
+        async with contextlib.aclosing(client.generate(engine_request)) as outputs:
             async for output in outputs:
+                if output.prompt_computed is not None:
+                    loading("reading the prompt", output.prompt_computed, len(prompt))
+                    continue
+                loading.stop()
                 first = first or time.monotonic()
                 tokens += len(output.token_ids)
                 hidden = output.stop_token_id is not None

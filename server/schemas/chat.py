@@ -20,6 +20,7 @@ from windlass.server.schemas.response_parts import (
     ErrorAnswer,
     GenerationEnvelope,
     PromptLogprobs,
+    PromptProgressField,
     PromptTokenIds,
     RotaryField,
     StopReasonField,
@@ -324,6 +325,7 @@ class ChatChunk(GenerationEnvelope):
     )
     prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
+    prompt_progress: PromptProgressField = None
     rotary: RotaryField = None
 
 

@@ -13,6 +13,7 @@ from windlass.server.schemas.response_parts import (
     FinishReason,
     GenerationEnvelope,
     PromptLogprobs,
+    PromptProgressField,
     PromptTokenIds,
     RotaryField,
     StopReasonField,
@@ -126,6 +127,7 @@ class CompletionChunk(GenerationEnvelope):
     usage: Usage | None = Field(
         default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
     )
+    prompt_progress: PromptProgressField = None
     rotary: RotaryField = None
 
 

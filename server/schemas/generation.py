@@ -296,6 +296,11 @@ class GenerationRequest(SharedRequest):
         "returned. More than `n` excludes `stream`. Default: `n`.",
     )
     stream_options: StreamOptions | None = Field(default=None, description="Additional contents of a stream.")
+    return_progress: bool | None = Field(
+        default=None,
+        description="With `stream`: whether chunks with `prompt_progress` report how much of the prompt is computed, until the "
+        "first token. Default: false.",
+    )
     stop: StopField = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None,

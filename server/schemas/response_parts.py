@@ -27,6 +27,24 @@ class GenerationEnvelope(Envelope):
     )
 
 
+class PromptProgress(StrictModel):
+    """How much of a prompt is computed."""
+
+    total: int = Field(description="Number of prompt tokens.")
+    cache: int = Field(description="Number of these tokens that were found in the prefix cache.")
+    processed: int = Field(description="Number of tokens that are computed or cached.")
+    time_ms: int = Field(description="Milliseconds since the request arrived.")
+    index: int | None = Field(default=None, description="Index of the prompt, from 0, if there are several.")
+
+
+PromptProgressField = Annotated[
+    PromptProgress | None,
+    Field(
+        description="Of a chunk without choices, if `return_progress` requests it: how much of the prompt is computed."
+    ),
+]
+
+
 class PromptTokensDetails(StrictModel):
     """Numbers of prompt tokens."""
 

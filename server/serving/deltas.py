@@ -29,7 +29,7 @@ class Delta:
 
     prompt_logprobs: once per prompt, on its first delta. finish_reason: on the last delta of a choice, which also has
     `rotary`, the response's object of this name. pieces: the text by token, if there are several. scheduled_at: see
-    `RequestOutput`.
+    `RequestOutput`. prompt_progress: how much of the prompt is computed; such a delta has nothing else.
     """
 
     choice: int
@@ -42,6 +42,7 @@ class Delta:
     rotary: dict[str, Any] | None = None
     pieces: tuple[str, ...] = ()
     scheduled_at: float | None = None
+    prompt_progress: dict[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -102,6 +103,9 @@ class Generation:
                 now = time.monotonic()
                 if output.error is not None:
                     raise output.error
+                if output.prompt_computed is not None:
+                    yield self._progress(prompt_index, output, now)
+                    continue
                 if waiting:
                     waiting = False
                     self._metrics.time_to_first_token.observe(now - arrival)
@@ -126,6 +130,19 @@ class Generation:
                 if not remaining:
                     return
         raise EngineDeadError("the engine ended this request early: send it again")
+
+    def _progress(self, prompt_index: int, output: RequestOutput, now: float) -> Delta:
+        """How much of a prompt is computed, as llama.cpp's object of this name."""
+        assert output.prompt_computed is not None
+        progress = {
+            "total": len(self._requests[prompt_index].prompt_token_ids),
+            "cache": output.cached_tokens,
+            "processed": output.prompt_computed,
+            "time_ms": round(1000 * (now - self._job.arrival)),
+        }
+        if len(self._requests) > 1:
+            progress["index"] = prompt_index
+        return Delta(self._samples * prompt_index, prompt_progress=progress)
 
     def _observe_finished(self, request: EngineRequest, sample: _Sample, reason: str, now: float) -> None:
         decoding = 0.0

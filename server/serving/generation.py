@@ -165,6 +165,10 @@ async def run_generation(
                 aclosing(generation.deltas()) as deltas,
             ):
                 async for delta in deltas:
+                    if delta.prompt_progress is not None:
+                        if events := writer.progress_event(delta):
+                            await exchange.send_events(events)
+                        continue
                     if observe_output is not None:
                         observe_output(delta)
                     if delta.prompt_logprobs is not None:
@@ -241,5 +245,6 @@ async def _build_requests(job: GenerationJob, prompts: Sequence[Prompt], param: 
         if job.overflow == "error" and job.has_limit and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
-        requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse))
+        progress = bool(body.stream and body.return_progress)
+        requests.append(build_engine_request(job, prompt.token_ids, fitted, reuse=job.reuse, reports_progress=progress))
     return requests

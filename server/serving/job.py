@@ -121,6 +121,7 @@ def build_engine_request(
     *,
     reuse: NonPrefixReuseParams | None = None,
     pooling: PoolingRule | None = None,
+    reports_progress: bool = False,
 ) -> EngineRequest:
     """The engine request of one prompt."""
     return EngineRequest(
@@ -139,6 +140,7 @@ def build_engine_request(
         deadline=job.deadline,
         adapter=None if job.adapter is None else job.adapter.source.adapter_id,
         pooling=pooling,
+        reports_progress=reports_progress,
     )
 
 

@@ -50,6 +50,10 @@ class Writer(ABC):
     def event(self, delta: Delta) -> bytes:
         """The events of one delta; empty if there are none yet."""
 
+    def progress_event(self, delta: Delta) -> bytes:
+        """The event of a delta with `prompt_progress`; empty if the API has none."""
+        return b""
+
     def last_event(self) -> bytes:
         """The events after those of all deltas."""
         return b""
@@ -166,6 +170,9 @@ class ChoiceWriter(Writer):
                 return first
             return first + self._head + self.plain(delta.choice, to_json(delta.text)) + self._tail
         return first + self.chunk([self.detailed_choice(delta)], **self.report(delta))
+
+    def progress_event(self, delta: Delta) -> bytes:
+        return self.chunk([], prompt_progress=delta.prompt_progress)
 
     def report(self, delta: Delta) -> dict[str, Any]:
         """The `rotary` field of a chunk that ends a choice."""

@@ -181,6 +181,10 @@ class ScriptedEngine:
         if self.answer is not None:
             reply = self.answer(request)
             eos_after = len(reply)
+        if request.reports_progress:
+            for computed in (self.cached_tokens, len(request.prompt_token_ids)):
+                await asyncio.sleep(self.delay)
+                yield RequestOutput(request.request_id, cached_tokens=self.cached_tokens, prompt_computed=computed)
         made = 0
         while live:
             if self.delay:

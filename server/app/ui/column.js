@@ -88,8 +88,9 @@ export class Column extends Component {
     try {
       const sent = this.body(messages, seed);
       show({ sent });
-      const body = { ...sent, return_token_ids: true, stream_options: { include_usage: true } };
+      const body = { ...sent, return_token_ids: true, stream_options: { include_usage: true }, return_progress: true };
       for await (const chunk of stream("v1/chat/completions", body, running.signal)) {
+        answer.reading = chunk.prompt_progress;
         const choice = chunk.choices[0];
         const { content, reasoning_content: thinking } = choice?.delta ?? {};
         if (content || thinking) {

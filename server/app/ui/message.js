@@ -31,6 +31,9 @@ const continuable = ({ ended, used, context } = {}) => ended === "stopped" || (e
 const visible = (text) => text.replaceAll("\n", "↵");
 const difference = ({ number, token }) => (token ? `differs from token ${number}: “${visible(token)}”` : `ends before token ${number} of the other answer`);
 
+const LONG_PROMPT = 1024; // tokens that are not cached: their progress is shown
+const isLong = (reading) => reading && reading.total - reading.cache >= LONG_PROMPT;
+
 export class Message extends Component {
   state = { draft: null };
 
@@ -61,7 +64,9 @@ export class Message extends Component {
     return html`<li class=${`message ${message.role}`}>
       <span class="who">${mine ? "You" : "Model"}</span>
       ${message.thinking && html`<details class="thinking"><summary>Thinking</summary><p>${message.thinking}</p></details>`}
-      ${waiting && html`<p class="waiting" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>`}
+      ${waiting && isLong(message.reading) && html`<p class="reading">Reading: ${message.reading.processed.toLocaleString("en")} of
+        ${message.reading.total.toLocaleString("en")} tokens <progress aria-label="Prompt" max=${message.reading.total} value=${message.reading.processed}></progress></p>`}
+      ${waiting && !isLong(message.reading) && html`<p class="waiting" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>`}
       ${mine ? html`<p class="plain" tabindex=${message.content.length > LONG ? 0 : undefined}>${message.content}</p>` : html`<${Markdown} text=${message.content} mark=${message.differs} />`}
       ${message.error && html`<p class="error" role="alert">${message.error}</p>`}
       ${message.differs && html`<p class="facts">${difference(message.differs)}</p>`}

@@ -169,7 +169,8 @@ def test_models_have_every_field_of_the_reference() -> None:
         presence_penalty frequency_penalty logit_bias logprobs best_of response_format top_k min_p typical_p
         xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         repetition_penalty min_tokens ignore_eos stop_token_ids include_stop_str_in_output bad_words allowed_token_ids
-        skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured_outputs truncate_prompt_tokens
+        skip_special_tokens add_special_tokens prompt_logprobs return_token_ids return_progress structured_outputs
+        truncate_prompt_tokens
         guided_json guided_regex guided_choice guided_grammar grammar json_schema
         return_tokens_as_token_ids truncation_side
         rope_scaling rope_update context_overflow keep_tokens attention_window attention_sinks

@@ -36,6 +36,31 @@ def live(live: Live) -> Iterator[Live]:
     live.wait(lambda: live.state.in_flight == 0 and live.engine.running == 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_progress_of_a_prompt(live: Live, path: str) -> None:
+    live.engine.cached_tokens, live.engine.delay = 1, 0.03
+    body: dict[str, Any] = {"max_tokens": 2, "stream_options": {"include_usage": True}, "return_progress": True}
+    body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    *events, usage, done = live.stream(path, body)
+    progress = [event.pop("prompt_progress", None) for event in events]
+    total = usage["usage"]["prompt_tokens"]
+    times = [each.pop("time_ms") for each in progress if each is not None]
+    assert times == sorted(times) and 30 <= times[0] < times[1]
+    first, second = ({"total": total, "cache": 1, "processed": computed} for computed in (1, total))
+    assert progress[:3] == [first, second, None] and not any(progress[2:])
+    assert [event["choices"] == [] for event in events] == [True, True, *[False] * (len(events) - 2)]
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 1} and done == "[DONE]"
+    # A response that is not streamed has no place for it.
+    assert "prompt_progress" not in live.request(path, **{**body, "stream_options": None})
+    assert not live.engine.requests[-1].reports_progress
+
+
+def test_progress_of_several_prompts(live: Live) -> None:
+    events = live.stream("/v1/completions", {"prompt": ["a", "bcd"], "max_tokens": 1, "return_progress": True})
+    found = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+    assert sorted({(each["index"], each["total"]) for each in found}) == [(0, 2), (1, 4)]
+
+
 FAILURES: list[tuple[Exception, int, str | None]] = [
     (RequestError("no", "prompt", "refused"), 400, "refused"),
     (QueueFullError("the queue is full", retry_after=2.5), 429, "queue_full"),

@@ -288,6 +288,18 @@ def test_second_request_reuses_the_prefix() -> None:
     assert stats.prompt_tokens == 55
 
 
+def test_progress_of_a_prompt() -> None:
+    """After every step before the first token, from the cached tokens on, and only if requested."""
+    scheduler, executor, _ = make_scheduler(budget=10)
+    add(executor, make_request("a", range(8), max_tokens=1))
+    assert all(output.prompt_computed is None for output in finish(scheduler, executor))
+    add(executor, replace(make_request("b", range(35), max_tokens=3), reports_progress=True))
+    outputs = finish(scheduler, executor)
+    assert [o.prompt_computed for o in outputs] == [18, 28, None, None, None]
+    assert {o.cached_tokens for o in outputs} == {8} and not any(o.token_ids for o in outputs[:2])
+    assert [len(o.token_ids) for o in outputs[2:]] == [1, 1, 1]
+
+
 def test_full_hit_recomputes_its_last_block() -> None:
     scheduler, executor, _ = make_scheduler()
     for name in ("a", "b"):
