@@ -387,12 +387,15 @@ _MAX_FACT_SHARE = 0.5  # of a document
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """ending: tokens after the document, up to where the choices differ. choices: tokens of each answer, the right one first."""
+    """ending: tokens after the document, up to where the choices differ. choices: tokens of each answer with a full stop, the
+    right one first. answer_len: number of tokens of the right one without the full stop, which some models join to a line break.
+    """
 
     task: str
     depth: float
     ending: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
+    answer_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +493,10 @@ class DocumentMaker:
         same = 0
         while same < len(alone) and all(ids[same : same + 1] == [alone[same]] for ids in answered):
             same += 1
-        return Question(task, asked.depth, tuple(answered[0][:same]), tuple(tuple(ids[same:]) for ids in answered))
+        choices = tuple(tuple(ids[same:]) for ids in answered)
+        open_ended = tuple(self._encode(f"{text} {asked.answer}")[same:])
+        answer_len = len(open_ended) if choices[0][: len(open_ended)] == open_ended else len(choices[0])
+        return Question(task, asked.depth, tuple(answered[0][:same]), choices, answer_len)
 
     def _body(self, needed: int, length: int, number: int, rng: random.Random) -> list[list[int]]:
         """Sentences of exactly `needed` tokens in total; the last one is cut."""

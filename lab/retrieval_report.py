@@ -114,7 +114,7 @@ def notes(result: TaskSweep) -> list[str]:
         found.append(
             f"An answer is chosen if it is more likely than {CHOICES - 1} wrong ones of its kind, most of "
             f"them from the same document: chance is {100 / CHOICES:.0f} %. It is written if greedy decoding generates "
-            "the answer, token by token, with the full stop after it. In brackets Wilson's "
+            "the answer, token by token. In brackets Wilson's "
             f"{confidence} interval of the share chosen; the figure after it is the share written."
         )
         about = {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _SHORT_SHARE = 8  # long context / short context, for key tokens
 
-_VERSION = 1  # of the layout of texts; increase it when equal documents are read differently
+_VERSION = 2  # of the layout of texts; increase it when equal documents are read differently
 
 
 def reading_log(path: Path | None) -> ResultLog[Reading]:
@@ -150,7 +150,7 @@ class RetrievalRunner:
         for question in document.questions if scored else ():
             own, scored = scored[: len(question.choices)], scored[len(question.choices) :]
             choices.append(tuple(sum(logprob for logprob, _ in entries) for entries in own))
-            exact.append(all(first for _, first in own[0]))
+            exact.append(all(first for _, first in own[0][: question.answer_len]))
         reading = Reading(tuple(choices), tuple(exact), segment)
         self._result_log.add(
             layout.key,

@@ -70,6 +70,7 @@ def test_length_facts_and_final_segment_of_a_document(tokenizer: Tokenizer) -> N
         right, *wrong = (tokenizer.decode(choice) for choice in question.choices)
         ending = tokenizer.decode(question.ending)
         assert len({right, *wrong}) == 4 and right.endswith(".")
+        assert tokenizer.decode(question.choices[0][: question.answer_len]) == right.removesuffix(".")
         statement = ending.splitlines()[-1].split("? ")[-1]
         if question.task == "tally":
             store = statement.removeprefix("The item that was delivered most often to the ").removesuffix(" store is:")
@@ -214,7 +215,7 @@ def sweep(*right: tuple[TaskCandidate, int], documents: int = 4, each: int = 10)
             (-1.0, -0.5, -9.0),
         )
 
-    question = Question("needle", 0.5, (1,), ((2,), (3,)))
+    question = Question("needle", 0.5, (1,), ((2,), (3,)), 1)
     read = tuple(
         DocumentReadings(
             Document(1024, number, (1,) * 900, 4, 3, (question,) * each, f"{number}"),
