@@ -3,6 +3,7 @@
     python benchmarks/real_model.py texts --out texts      # long documents from Debian packages
     python benchmarks/real_model.py all MODEL [--texts FOLDER] [--work work/real] [--docs work/real/docs] [--only sweep …]
     python benchmarks/real_model.py kv|passkeys|stale MODEL --text FILE …       # one of them; see --help
+    python benchmarks/real_model.py facts|perplexity MODEL --text FILE …        # many scalings at up to 98,304 tokens; then: draw
 
 all runs, in this order, `windlass rope sweep` to twice the trained length, kv to the trained length, passkeys to twice and
 stale to 1.4 times the trained length. It writes numbers (`real_model_*.json`) and a page of tables (`real-model.md`) to
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import kv_by_position, long_texts, passkeys, stale_keys_model
+from harness import kv_by_position, long_texts, passkeys, scaling_evidence, stale_keys_model
 from harness.subcommands import run_subcommand
 
 STEPS = ("sweep", "kv", "passkeys", "stale")
@@ -176,5 +177,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    commands = {"texts": long_texts.main, "all": main, "kv": kv_by_position.main}
-    run_subcommand(__doc__, commands | {"passkeys": passkeys.main, "stale": stale_keys_model.main})
+    commands = {"texts": long_texts.main, "all": main, "kv": kv_by_position.main, "passkeys": passkeys.main}
+    commands |= {
+        "stale": stale_keys_model.main,
+        "facts": scaling_evidence.facts,
+        "perplexity": scaling_evidence.perplexity,
+    }
+    run_subcommand(__doc__, commands | {"draw": scaling_evidence.draw})

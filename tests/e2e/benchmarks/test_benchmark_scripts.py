@@ -331,3 +331,42 @@ def test_page_of_another_author_is_not_overwritten(
 
 def _folders(tmp_path: Path) -> list[str]:
     return ["--work", str(tmp_path / "work"), "--docs", str(tmp_path / "docs")]
+
+
+def test_facts_and_perplexity_continue_from_stored_results(
+    real_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    evidence = real_model.scaling_evidence
+    demo, yarn = ROOT / "models" / "demo", {"rope_type": "yarn", "factor": 8}
+    monkeypatch.setattr(evidence, "SCALINGS", {3072: (yarn,)})
+    monkeypatch.setattr(evidence, "PASSES", ((evidence.NONE, 64), (yarn, 64)))
+    monkeypatch.setattr(evidence, "BUCKET", 32)
+    prose, code = tmp_path / "own.txt", tmp_path / "own.py"
+    prose.write_text("The ship left the harbor before the sun was up. " * 400)
+    code.write_text("def ship(sea):\n    return sea + 1\n\n\n" * 400)
+    arguments = [str(demo), "--text", str(prose), "--text", str(code), "--out", str(tmp_path)]
+
+    def results() -> dict[str, str]:
+        for name in ("facts", "perplexity"):
+            more = ["--work", str(tmp_path / "work")] if name == "facts" else []
+            monkeypatch.setattr(sys, "argv", [name, *arguments, *more])
+            getattr(evidence, name)()
+        return {path.name: path.read_text() for path in tmp_path.glob("scaling_*.json*")}
+
+    first = results()
+    facts = json.loads(first["scaling_facts.json"])
+    (length,) = facts["lengths"]
+    assert [candidate["name"] for candidate in length["candidates"]] == ["no scaling", "yarn 8"]
+    assert length["auto"] == "yarn 8.0" and [d["kind"] for d in length["answers"]] == ["prose", "code"]
+    passes = json.loads(first["scaling_perplexity.json"])["passes"]
+    model = Scorer.load(demo)
+    ids = Tokenizer.from_directory(demo).encode(prose.read_text())[:64]
+    losses = -model.logprobs(ids, model.plan(64, RopeScaling())).double()
+    expected = [losses[:32].mean().item(), losses[32:].mean().item()]
+    assert passes[0]["scaling"] == "none" and passes[0]["nats"] == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr(Scorer, "logprobs", None)  # everything is stored
+    assert results() == first
+    monkeypatch.setattr(sys, "argv", ["draw", "--out", str(tmp_path)])
+    evidence.draw()
+    assert (tmp_path / "scaling_evidence.png").stat().st_size > 10_000
