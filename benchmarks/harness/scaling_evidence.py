@@ -4,10 +4,10 @@
     python benchmarks/real_model.py perplexity MODEL --text novel.txt --text inductor.py
     python benchmarks/real_model.py draw
 
-Both measurements take hours. What is finished is stored in --out (by default benchmarks/results), so an interrupted run
-continues: the answers of every document in scaling_facts.jsonl, and perplexity by 2,048 tokens in
-scaling_perplexity.json. draw makes their picture. Scalings that are equal at a length, because a text is within the trained
-length, are read once. Nothing is timed.
+Both measurements take hours. What is finished is stored in --out (by default benchmarks/results), so a later run continues, also
+on another machine: the lengths in scaling_facts.json, and the passes in scaling_perplexity.json with the loss by 2,048 tokens.
+Single documents are stored in --work. draw makes a picture of both. Scalings that are equal at a length, because a text is within
+the trained length, are read once. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ def facts() -> None:
     file = options.out / "scaling_facts.json"
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
-    lengths: dict[int, Any] = {}
+    stored = _stored(file) or {}
+    asked = {"texts": [text.name for text in options.text], "seed": options.seed}
+    if stored and any(stored[name] != value for name, value in asked.items()):
+        raise SystemExit(f"error: {file} is of other texts or another seed: choose another folder with --out")
+    lengths: dict[int, Any] = {entry["length"]: entry for entry in stored.get("lengths", ())}
     for length, scalings in SCALINGS.items():
-        if options.only and length not in options.only:
+        if length in lengths or (options.only and length not in options.only):
             continue
         found = run_tasks(
             TaskOptions(
@@ -90,7 +94,8 @@ def facts() -> None:
                 model_name=options.model,
                 load_tokenizer=Tokenizer.from_directory,
                 html=work / f"facts_{length}.html",
-                keep=options.out / "scaling_facts.jsonl",
+                keep=work / "facts.jsonl",
+                seed=options.seed,
                 tasks=tuple(TASKS),
                 texts=tuple(options.text),
                 lengths=(length,),
@@ -101,9 +106,14 @@ def facts() -> None:
             )
         )
         measured = found.to_json()
-        lengths[length] = {**measured["lengths"][0], "answers": measured["documents"], "auto": _auto(model, length)}
+        lengths[length] = {
+            **measured["lengths"][0],
+            **_heading(),
+            "auto": _auto(model, length),
+            "answers": measured["documents"],
+        }
         rest = {key: measured[key] for key in ("model", "trained_length", "texts", "seed", "confidence", "choices")}
-        save({**_heading(), **rest, "lengths": [lengths[key] for key in sorted(lengths)]}, file)
+        save({**rest, "lengths": [lengths[key] for key in sorted(lengths)]}, file)
 
 
 def _auto(model: Path, length: int) -> str:
@@ -126,7 +136,7 @@ def perplexity() -> None:
 
     model = resolve_model(options.model)
     file = options.out / "scaling_perplexity.json"
-    report = _stored(file) or {**_heading(), "bucket": BUCKET, "passes": []}
+    report = _stored(file) or {"bucket": BUCKET, "passes": []}
     known = {(entry["sha256"], entry["scaling"], entry["tokens"]) for entry in report["passes"]}
     tokenizer, scorer = Tokenizer.from_directory(model), None
     texts = {path.name: path.read_text(encoding="utf-8") for path in options.text}
@@ -142,8 +152,8 @@ def perplexity() -> None:
             plan = scorer.plan(tokens, RopeScaling.from_dict(scaling), "frozen" if scaling is DYNAMIC else None)
             losses = -scorer.logprobs(ids, plan).double()
             means = [round(float(part.mean()), 6) for part in losses.split(BUCKET)]
-            entry = {"text": name, "sha256": digest, "scaling": name_of(scaling), "tokens": tokens, "nats": means}
-            report["passes"].append(entry)
+            entry = {"text": name, "sha256": digest, "scaling": name_of(scaling), "tokens": tokens}
+            report["passes"].append({**entry, **_heading(), "nats": means})
             save(report, file)
             print(f"{name}, {name_of(scaling)}, {tokens:,} tokens: {math.exp(float(losses.mean())):.3f}", flush=True)
 
@@ -211,5 +221,6 @@ def _parse(measures: bool = True, documents: bool = False) -> argparse.Namespace
         parser.add_argument("--only", type=int, nargs="+", help="tokens of the documents or passes to run")
     if documents:
         parser.add_argument("--documents", type=int, default=1, help="per length and kind")
+        parser.add_argument("--seed", type=int, default=1, help="random seed of the documents")
         parser.add_argument("--work", type=Path, default=Path("work/scaling"), help="folder of the pages")
     return parser.parse_args()
