@@ -115,8 +115,6 @@ class BlockListener(Protocol):
 
         index: number of blocks before it in its sequence.
         """
-        ...
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
         """A block is evicted and may be overwritten from now on. passage: as which it could be found."""
-        ...

@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import tempfile
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -131,19 +132,17 @@ def plan_cache(
         return pages + draft_token_bytes * config.cache.block_size * blocks[0] + state_pages_bytes
 
     per_sequence = -(-wanted // config.cache.block_size)
-    low, high = 0, config.scheduling.max_num_seqs * per_sequence
+    high = config.scheduling.max_num_seqs * per_sequence
     if _caches_idle_blocks(config, groups) and not whole_prompts:
         high = max(high, (budget - state_pages_bytes) // max(1, size(1) - state_pages_bytes))
     if whole_prompts:  # each sequence of a step leaves a part of its last block unused
         steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
         high = min(high, steps + config.scheduling.max_num_seqs)
-    while low < high:  # the largest count that fits
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
-    num_blocks = _blocks_for(low, groups, config)
+    most_blocks = bisect_right(range(1, high + 1), budget, key=size)
+    num_blocks = _blocks_for(most_blocks, groups, config)
     max_len = _max_sequence_len(config, groups, num_blocks)
     if max_len >= wanted:
-        return CachePlan(num_blocks, wanted, size(low), notices, num_states)
+        return CachePlan(num_blocks, wanted, size(most_blocks), notices, num_states)
     if config.max_model_len is not None or max_len < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
@@ -162,7 +161,7 @@ def plan_cache(
         f"context shortened from {wanted} to {max_len} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan(num_blocks, max_len, size(low), (*notices, notice), num_states)
+    return CachePlan(num_blocks, max_len, size(most_blocks), (*notices, notice), num_states)
 
 
 def _num_state_blocks(state_bytes: int, config: EngineConfig, budget: int, others: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
@@ -98,14 +99,8 @@ class HashChain:
 
     def common_blocks(self, other: HashChain) -> int:
         """Number of leading blocks both chains have in common, by bisection."""
-        low, high = 0, min(len(self.digests), len(other.digests))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.digests[middle - 1] == other.digests[middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        blocks = range(min(len(self.digests), len(other.digests)))
+        return bisect_left(blocks, True, key=lambda index: self.digests[index] != other.digests[index])
 
 
 def first_visible_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:

@@ -26,12 +26,10 @@ class EngineStatus(Protocol):
     @property
     def state(self) -> str:
         """One of "starting", "ready", "restarting", "failed", "closed"."""
-        ...
 
     @property
     def restarts(self) -> int:
         """How many times the engine was restarted after it died."""
-        ...
 
 
 def engine_name(engine: EngineStatus, number: int) -> str:
@@ -50,7 +48,6 @@ class EngineClient(EngineStatus, Protocol):
     @property
     def info(self) -> ModelInfo | None:
         """The loaded model; None until loading has finished."""
-        ...
 
     @property
     def engines(self) -> Sequence[EngineStatus]:
@@ -79,27 +76,21 @@ class EngineClient(EngineStatus, Protocol):
 
         Returns at once. Outputs that are in flight may still arrive. Unknown samples are ignored.
         """
-        ...
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
         """Read and check an adapter in the background; requests may use it from then on.
 
         Raises RequestError that states what is wrong with it, DeviceMemoryError and EngineDeadError.
         """
-        ...
 
     def drop_adapter(self, adapter_id: int) -> None:
         """Refuse further requests for an adapter and unload it once none runs. Returns at once; unknown ids are ignored."""
-        ...
 
     async def inspect(self, query: IntrospectionQuery[A]) -> A:
         """Answer a query between two steps. Raises RequestError, DeviceMemoryError and EngineDeadError."""
-        ...
 
     async def stats(self) -> EngineStats:
         """The latest statistics. Raises EngineDeadError while no engine is available."""
-        ...
 
     async def close(self) -> None:
         """Abort all requests and end the engine. Safe to call twice."""
-        ...

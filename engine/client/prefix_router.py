@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,14 +51,7 @@ class _TrackedPrefixes:
 
     def match(self, digests: Sequence[bytes]) -> int:
         """Number of leading blocks that are tracked. Bisection works because a block is dropped before its predecessors."""
-        low, high = 0, len(digests)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if digests[middle - 1] in self._blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(digests, True, key=lambda digest: digest not in self._blocks)
 
     def add(self, digests: Sequence[bytes]) -> None:
         for digest in reversed(digests[: self._most]):  # the first block last, so that it is dropped last

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -36,7 +36,7 @@ from windlass.engine.execution.step_runner import StepRunner
 from windlass.engine.interface.config import MAX_DRAFT_TOKENS
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.forward_batch import ForwardBatch
-from windlass.engine.rotary.rope_scaling import DraftRotaryMapper, RotarySpec
+from windlass.engine.rotary.rope_scaling import DraftRotaryMapper
 from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.scheduling.async_scheduling import MAX_PASSES
 from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot
@@ -76,8 +76,7 @@ class Proposer(StepRunner, ABC, Generic[Progress]):
 
     def __init__(self, model: DraftModel, input_batch: InputBatch, block_size: int) -> None:
         super().__init__(model.decoder, model.cache, model.tables, input_batch, block_size)
-        self._rotations = model.rotations
-        self._specs: OrderedDict[tuple[RotarySpec, ...], tuple[RotarySpec, ...]] = OrderedDict()
+        self._specs_of = lru_cache(_MAX_CACHED_SPECS)(model.rotations)
         self.progress: dict[int, Progress] = {}
         self._swapped_out: dict[int, Progress] = {}
         # By sequence: its last re-rotations, in the order of slots, until the tokens that they missed are computed.
@@ -154,14 +153,6 @@ class Proposer(StepRunner, ABC, Generic[Progress]):
         """The same re-rotation under the proposer's frequencies."""
         old, new = self._specs_of(rerotation.from_specs), self._specs_of(rerotation.to_specs)
         return replace(rerotation, from_specs=old, to_specs=new)
-
-    def _specs_of(self, specs: tuple[RotarySpec, ...]) -> tuple[RotarySpec, ...]:
-        found = self._specs.get(specs)
-        if found is None:
-            found = self._specs[specs] = self._rotations(specs)
-            while len(self._specs) > _MAX_CACHED_SPECS:
-                self._specs.popitem(last=False)
-        return found
 
 
 # -- draft model -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.feed_forward.mlp import Activation
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight, projection
 
@@ -84,9 +85,7 @@ class PerLayerEmbeddings:
         """Per-layer embeddings, [T, size] for each layer, as views. x: [T, hidden], the embedding. lookup: from
         `lookup`."""
         backend, size = self._backend, self.spec.size
-        projected = backend.linear(x, self._projection)
-        if lora is not None:
-            lora.add("layer_inputs", projected, x)
+        projected = adapted_linear(backend, "layer_inputs", x, self._projection, lora=lora)
         embeddings = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
         backend.add(embeddings, lookup)
         return tuple(embeddings.split_with_sizes([size] * (embeddings.shape[1] // size), 1))
@@ -105,12 +104,8 @@ class PerLayerProjection:
     def forward(self, x: Tensor, embedding: Tensor, lora: LayerLoRA | None = None) -> Tensor:
         """Term [T, hidden] to add to the hidden state x [T, hidden]. embedding: [T, size], the layer's per-layer embedding."""
         backend = self._backend
-        gate = backend.linear(x, self._gate)
-        if lora is not None:
-            lora.add("input_gate", gate, x)
+        gate = adapted_linear(backend, "input_gate", x, self._gate, lora=lora)
         gated = backend.activation(gate, self.spec.activation)
         backend.multiply(gated, embedding)
-        out = backend.linear(gated, self._out)
-        if lora is not None:
-            lora.add("input_out", out, gated)
+        out = adapted_linear(backend, "input_out", gated, self._out, lora=lora)
         return backend.rms_norm(out, self._norm, self._eps)

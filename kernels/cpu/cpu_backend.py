@@ -42,11 +42,6 @@ _MAX_SCALED_ROWS = 256
 _RANGE_ROWS = 32  # tokens of a prompt with key ranges that are decoded at once
 
 
-@functools.lru_cache(maxsize=64)  # a recorded step must not call torch
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(scale, dtype=dtype))
-
-
 class CompiledBackend(Backend):
     """C++ SIMD kernels where they are fastest, else torch; row-independent throughout if `deterministic`."""
 
@@ -253,7 +248,7 @@ class CompiledBackend(Backend):
         if scale != 1 and self.dtype != torch.float32:
             if table.dtype != self.dtype:  # rows are rounded before the multiplication
                 return self._torch.embed(table, ids, scale)
-            scale = _rounded(scale, self.dtype)
+            scale = reference.rounded(scale, self.dtype)
         return elementwise_bindings.embed_rows(self, table, ids, scale, dtype=self.dtype)
 
     def log1p(self, counts: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm_weight, projection
 
 if TYPE_CHECKING:
@@ -141,17 +142,13 @@ class GatedMLP:
         if lora is None and self._factors is None:
             y = backend.gated_linear(x, w.gate_up, w.gate_up_bias, self.spec.activation)
         else:
-            gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
-            if lora is not None:
-                lora.add("gate_up", gate_up, x)
+            gate_up = adapted_linear(backend, "gate_up", x, w.gate_up, w.gate_up_bias, lora)
             if self._factors is not None:
                 backend.scale_columns(gate_up, *self._factors[:2])
             y = backend.gated_activation(gate_up, self.spec.activation)
         if w.inner_norm is not None:
             y = backend.rms_norm(y, w.inner_norm, self._eps)
-        out = backend.linear(y, w.down, w.down_bias)
-        if lora is not None:
-            lora.add("down", out, y)
+        out = adapted_linear(backend, "down", y, w.down, w.down_bias, lora)
         if self._factors is not None:
             backend.multiply(out, self._factors[2])
         return out
@@ -183,17 +180,12 @@ class PlainMLP:
     def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
-        up = backend.linear(x, w.up, w.up_bias)
-        if lora is not None:
-            lora.add("up", up, x)
+        up = adapted_linear(backend, "up", x, w.up, w.up_bias, lora)
         if w.alpha_p is None or w.alpha_n is None or w.beta is None or w.eps is None:
             y = backend.activation(up, self.spec.activation)
         else:
             y = backend.xielu(up, w.alpha_p, w.alpha_n, w.beta, w.eps)
-        out = backend.linear(y, w.down, w.down_bias)
-        if lora is not None:
-            lora.add("down", out, y)
-        return out
+        return adapted_linear(backend, "down", y, w.down, w.down_bias, lora)
 
 
 def build_mlp(spec: MLPSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> GatedMLP | PlainMLP:

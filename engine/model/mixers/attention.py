@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from windlass.engine.cache.sequence_cache import UNBOUNDED
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.norm import Norm, NormSpec, PerHeadNorm
 from windlass.engine.model.weight_spec import (
     InterleavedParts,
@@ -372,9 +373,7 @@ class Attention:
         cos, sin, q_scale = metadata.rotations[spec.rotary_group or 0]
         if spec.rotary_group is None:
             cos, sin = cos[:, :0], sin[:, :0]
-        projected = backend.linear(x, w.qkv, w.qkv_bias)
-        if lora is not None:
-            lora.add("qkv", projected, x)
+        projected = adapted_linear(backend, "qkv", x, w.qkv, w.qkv_bias, lora)
         if spec.clip is not None:
             backend.clip(projected, spec.clip)
         counts = spec.projected_heads
@@ -411,13 +410,7 @@ class Attention:
         attended = backend.paged_attention(q, pages, call)  # [T, Hq, D]
         attended = self._output_norm(attended.view(attended.shape[0], -1))
         if w.gate is not None:
-            gate = backend.linear(x, w.gate)
-            if lora is not None:
-                lora.add("gate", gate, x)
-            backend.gate_by_sigmoid(attended, gate)
+            backend.gate_by_sigmoid(attended, adapted_linear(backend, "gate", x, w.gate, lora=lora))
         if spec.gated_queries:
             backend.gate_by_sigmoid(attended, gates.view(attended.shape))
-        out = backend.linear(attended, w.out, w.out_bias)
-        if lora is not None:
-            lora.add("out", out, attended)
-        return out
+        return adapted_linear(backend, "out", attended, w.out, w.out_bias, lora)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.cache.kv_cache_spec import StateGroupSpec
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.weight_spec import (
     InterleavedParts,
     StoredTensor,
@@ -130,17 +131,12 @@ class GatedDeltaNet:
     def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
-        projected = backend.linear(x, w.projections)
         lora = None if spec.tiled_heads else lora
-        if lora is not None:
-            lora.add("projections", projected, x)
+        projected = adapted_linear(backend, "projections", x, w.projections, lora=lora)
         qkv, gate, strength, decay = projected.split_with_sizes(spec.projected, 1)
         qkv = backend.short_convolution(qkv, w.convolution, states.window, rows, "silu")
         gates = decay, strength, w.rate, w.decay_bias
         read = backend.gated_delta_rule(qkv, *gates, states.memory, rows, tiled_heads=spec.tiled_heads)  # [T, H V]
         normed = backend.rms_norm(read.view(-1, spec.heads, spec.value_dim), w.norm, self._norm_eps).view(read.shape)
         backend.multiply(normed, backend.activation(gate, "silu"))
-        out = backend.linear(normed, w.out)
-        if lora is not None:
-            lora.add("out", out, normed)
-        return out
+        return adapted_linear(backend, "out", normed, w.out, lora=lora)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.mixers.attention import AttentionKind, AttentionMetadata
 from windlass.engine.model.weight_spec import RotaryRows, StoredTensor, WeightSpec, norm_weight, projection
 
@@ -319,10 +320,10 @@ class LatentAttention:
         heads, rotated = spec.num_heads, spec.rotary_dim
         narrow = x
         if w.q_down is not None and w.q_norm is not None:
-            narrow = self._project("q_down", x, w.q_down, w.q_down_bias, lora)
+            narrow = adapted_linear(backend, "q_down", x, w.q_down, w.q_down_bias, lora)
             narrow = backend.rms_norm(narrow, w.q_norm, LATENT_NORM_EPS)
-        q = self._project("q", narrow, w.q, None, lora).view(x.shape[0], heads, -1)  # [T, H, R + N]
-        k = self._project("kv", x, w.kv, w.kv_bias, lora)  # [T, R + C]
+        q = adapted_linear(backend, "q", narrow, w.q, lora=lora).view(x.shape[0], heads, -1)  # [T, H, R + N]
+        k = adapted_linear(backend, "kv", x, w.kv, w.kv_bias, lora)  # [T, R + C]
         backend.rms_norm_in_place(k[:, rotated:], w.kv_norm, LATENT_NORM_EPS)
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *metadata.rotations[group], pages, metadata.slots[spec.kv_group])
@@ -331,10 +332,4 @@ class LatentAttention:
         if metadata.copy_sources is not None:
             rotations = QueryRotations(metadata.copy_sources, *metadata.copy_rotations[group])
         values = self._forms.attend(LatentQueries(q, rotations), pages, metadata.calls[self._kind])  # [T, H * V]
-        return self._project("out", values, w.out, w.out_bias, lora)
-
-    def _project(self, name: str, x: Tensor, weight: Weight, bias: Tensor | None, lora: LayerLoRA | None) -> Tensor:
-        out = self._backend.linear(x, weight, bias)
-        if lora is not None:
-            lora.add(name, out, x)
-        return out
+        return adapted_linear(backend, "out", values, w.out, w.out_bias, lora)

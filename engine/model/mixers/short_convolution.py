@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.cache.kv_cache_spec import StateGroupSpec
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, depthwise_convolution, projection
 
 if TYPE_CHECKING:
@@ -77,14 +78,9 @@ class ShortConvolution:
     def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
-        projected = backend.linear(x, w.projections, w.projections_bias)
-        if lora is not None:
-            lora.add("projections", projected, x)
+        projected = adapted_linear(backend, "projections", x, w.projections, w.projections_bias, lora)
         gated, gate, values = projected.split_with_sizes([self.spec.channels] * 3, 1)
         backend.multiply(gated, values)
         mixed = backend.short_convolution(gated, w.convolution, states.window, rows, None, w.convolution_bias)
         backend.multiply(mixed, gate)
-        out = backend.linear(mixed, w.out, w.out_bias)
-        if lora is not None:
-            lora.add("out", out, mixed)
-        return out
+        return adapted_linear(backend, "out", mixed, w.out, w.out_bias, lora)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engine.cache.kv_cache_spec import StateGroupSpec
+from windlass.engine.model.adapted_linear import adapted_linear
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, depthwise_convolution, projection
 
 if TYPE_CHECKING:
@@ -146,9 +147,7 @@ class StateSpace:
     def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
-        projected = backend.linear(x, w.projections, w.projections_bias)
-        if lora is not None:
-            lora.add("projections", projected, x)
+        projected = adapted_linear(backend, "projections", x, w.projections, w.projections_bias, lora)
         if self._factors is not None:
             backend.scale_columns(projected, self._factors, self._ones)
         gate, mixed, step = projected.split_with_sizes(spec.projected, 1)
@@ -160,10 +159,7 @@ class StateSpace:
         backend.multiply(read, backend.activation(gate, "silu"))
         if spec.normed == "gated":
             read = self._normed(read)
-        out = backend.linear(read, w.out, w.out_bias)
-        if lora is not None:
-            lora.add("out", out, read)
-        return out
+        return adapted_linear(backend, "out", read, w.out, w.out_bias, lora)
 
     def _normed(self, read: Tensor) -> Tensor:
         """Norm of each group of heads. read: [T, H D]."""

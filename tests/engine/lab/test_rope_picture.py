@@ -18,8 +18,7 @@ from helpers.rotary_formulas import by_formula
 from windlass.engine.rotary import curves
 from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase
 from windlass.lab import encoding_formulas
-from windlass.lab.gallery import KINDS
-from windlass.lab.gallery_figures import choose_heads, draw_attention, draw_scalings, read_learned, read_pattern
+from windlass.lab.gallery import KINDS, choose_heads, draw_attention, draw_scalings, read_learned, read_pattern
 from windlass.lab.gallery_subject import LLAMA_2, make_subject
 from windlass.lab.plotting import save_figure
 from windlass.server.cli import main as cli
