@@ -189,20 +189,9 @@ STACK_SECONDS = 1.0  # for a child to write its stacks before it is killed
 _PREFIX, _SUFFIX = "crash-", ".json"
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance")
 _INFO = (
-    "architecture",
-    "dtype",
-    "weight_dtype",
-    "kv_cache_dtype",
-    "quantization",
-    "device",
-    "num_parameters",
-    "num_layers",
-    "block_size",
-    "num_kv_blocks",
-    "max_model_len",
-    "max_num_seqs",
-    "fingerprint",
-)
+    "architecture dtype weight_dtype kv_cache_dtype quantization device num_parameters num_layers "
+    "block_size num_kv_blocks max_model_len max_num_seqs fingerprint"
+).split()
 
 
 @dataclass

@@ -299,15 +299,9 @@ GEMMA4 = replace(
     norm_offset=0.0,
     query_pre_attn_scalar=None,
     refine=_refine_gemma4,
-    extra_keys=_EXPERTS.keys
-    | {
-        _WIDTH,
-        _KV_HEADS,
-        "num_kv_shared_layers",
-        "hidden_size_per_layer_input",
-        "vocab_size_per_layer_input",
-        "use_double_wide_mlp",
-        "attention_k_eq_v",
-        "enable_moe_block",
-    },
+    extra_keys=_EXPERTS.keys.union(
+        (_WIDTH, _KV_HEADS),
+        "num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input use_double_wide_mlp "
+        "attention_k_eq_v enable_moe_block".split(),
+    ),
 )
