@@ -37,9 +37,9 @@ from windlass.server.api import (
 )
 from windlass.server.app import web_pages
 from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
-from windlass.server.app.host_check import HostMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
+    HostMiddleware,
     LimitsMiddleware,
     RequestIdMiddleware,
     RootPathMiddleware,

@@ -18,12 +18,12 @@ from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas.pooling import EmbeddingList, EmbeddingRequest, PoolingRequest, PromptUsage, RowsList
 from windlass.server.serving.job import PoolingJob, envelope
-from windlass.server.serving.pair_scores import probabilities
 from windlass.server.serving.pooling import (
     begin_pooling,
     embedding_rule,
     encode_inputs,
     pool,
+    probabilities,
     split_inputs,
     unpack_rows,
 )

@@ -29,8 +29,17 @@ from windlass.server.schemas.pooling import (
     ScoreRequest,
 )
 from windlass.server.serving.job import envelope
-from windlass.server.serving.pair_scores import check_scores_pairs, check_texts, probabilities, score_pairs
-from windlass.server.serving.pooling import begin_pooling, encode_inputs, pool, split_inputs, unpack_rows
+from windlass.server.serving.pooling import (
+    begin_pooling,
+    check_scores_pairs,
+    check_texts,
+    encode_inputs,
+    pool,
+    probabilities,
+    score_pairs,
+    split_inputs,
+    unpack_rows,
+)
 from windlass.server.serving.streaming import Exchange
 
 router = ApiRouter("Ranking", "Similarity of texts, and documents in order of relevance.")

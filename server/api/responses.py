@@ -61,10 +61,10 @@ from windlass.server.schemas.tools import (
     named_choice,
     replace_lone_surrogates,
 )
-from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
 from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
 from windlass.server.serving.response_format import JsonList, encode, encode_pieces
 from windlass.server.serving.response_writer import usage_object
 from windlass.server.serving.streaming import (

@@ -18,7 +18,7 @@ from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
-from windlass.server.serving.tool_calls import tools_for_template
+from windlass.server.serving.structured_output import tools_for_template
 from windlass.server.text.service import ChatOptions, TokenizeOptions
 
 router = ApiRouter("Tokens", "Text to token ids and back.")

@@ -85,7 +85,7 @@ async def _generate_with(
     client.spawn()  # the engine loads while the tokenizer is imported and read
     try:
         client.start_nowait()
-        from windlass.server.serving.sampling_params import build_sampling
+        from windlass.server.serving.job import build_sampling
         from windlass.server.text.detokenizer import Detokenizer
         from windlass.server.text.tokenizer import Tokenizer
 

@@ -17,22 +17,31 @@ from windlass.server.errors import answer_exceeds_context, bad_request
 from windlass.server.observability.logging import request_id
 from windlass.server.schemas.chat import ChatRequest
 from windlass.server.schemas.generation import GenerationRequest
-from windlass.server.serving.context_rules import resolve_cache_salt, resolve_context_rule, resolve_reuse
 from windlass.server.serving.deltas import Delta, Generation, TokenUsage
-from windlass.server.serving.job import GenerationJob, build_engine_request, scaling_hint
+from windlass.server.serving.job import (
+    GenerationJob,
+    build_engine_request,
+    build_sampling,
+    fit_to_context,
+    resolve_cache_salt,
+    resolve_context_rule,
+    resolve_max_tokens,
+    resolve_reuse,
+    samples_per_prompt,
+    scaling_hint,
+    sequence_breakers,
+)
 from windlass.server.serving.observers import generation_observers, observe_request, with_explicit_seed
 from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.response_writer import LARGE_RESPONSE_BYTES, Writer
-from windlass.server.serving.sampling_params import (
-    build_sampling,
-    fit_to_context,
-    resolve_max_tokens,
-    samples_per_prompt,
-    sequence_breakers,
-)
 from windlass.server.serving.streaming import Exchange
-from windlass.server.serving.structured_output import StructuredOutput, parse_structured_output, with_thinking_prefix
-from windlass.server.serving.tool_calls import NO_TOOLS, ToolPlan
+from windlass.server.serving.structured_output import (
+    NO_TOOLS,
+    StructuredOutput,
+    ToolPlan,
+    parse_structured_output,
+    with_thinking_prefix,
+)
 from windlass.server.text.detokenizer import LineLimits
 from windlass.server.text.reasoning import HARMONY
 from windlass.server.text.service import Prompt

@@ -22,7 +22,7 @@ from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
 from windlass.engine.process_setup import disable_core_dumps, gc_paused_imports, trim_heap
 from windlass.server.app.auth import reload_keys_on_sighup
-from windlass.server.app.host_check import binding_of
+from windlass.server.app.middleware import binding_of
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import with_option_names
 from windlass.server.config.server_options import (

@@ -26,7 +26,7 @@ from windlass.server.config.server_options import (
 )
 from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
 from windlass.server.serving.request_rotation import check_profiles
-from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.template_facts import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
 

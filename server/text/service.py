@@ -19,19 +19,22 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history, prepare_tools
-from windlass.server.text.fim_tokens import FimTokens
-from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
-from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
+from windlass.server.text.template_facts import RESERVED, PairPrompt, PairTemplate, TemplateCapabilities
+from windlass.server.text.tokenizer import FimTokens
 from windlass.server.text.tool_parsers.formats import format_of, is_known
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool, TooManyCrashesError
-from windlass.server.text.workers.processes import (
+from windlass.server.text.workers.pool import (
+    LARGE_JOB,
     ClosedError,
+    FairLimiter,
     KilledError,
     OutOfMemoryError,
     ProcessDiedError,
+    QueueFullError,
     RefusedError,
+    TextPool,
     TextWorkerError,
+    TooManyCrashesError,
     TooSlowError,
 )
 from windlass.server.text.workers.tasks import TextTasks

@@ -31,7 +31,7 @@ from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.process_setup import disable_core_dumps
-from windlass.server.app.host_check import binding_of, is_loopback_host
+from windlass.server.app.middleware import binding_of, is_loopback_host
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import moved_option_hint
 from windlass.server.config.option import options_of
