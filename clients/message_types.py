@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from windlass.clients._parse import ResponseModel
 from windlass.clients.types import Rotary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageUsage(ResponseModel):
     """Token counts. input_tokens: without those from the prefix cache."""
 
@@ -19,7 +18,6 @@ class MessageUsage(ResponseModel):
     output_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContentBlock(ResponseModel):
     """A block of a message: `text`, `thinking` or `tool_use`. input: the arguments of a call."""
 
@@ -44,7 +42,6 @@ class ContentBlock(ResponseModel):
         return {"type": self.type, "text": self.text}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Message(ResponseModel):
     """A message of the assistant. The next request accepts it among its messages.
 
@@ -80,7 +77,6 @@ class Message(ResponseModel):
         return {"role": self.role, "content": [block.to_dict() for block in self.content]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDelta(ResponseModel):
     """An addition to a block or, at the end, to the message."""
 
@@ -92,7 +88,6 @@ class MessageDelta(ResponseModel):
     stop_sequence: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageEvent(ResponseModel):
     """An event of a stream. index: of its block."""
 

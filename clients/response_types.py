@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from windlass.clients._parse import ResponseModel, loads
 from windlass.clients.types import Rotary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InputTokensDetails(ResponseModel):
     """cached_tokens: input tokens that came from the prefix cache."""
 
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTokensDetails(ResponseModel):
     """reasoning_tokens: generated tokens up to the end of the reasoning."""
 
     reasoning_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseUsage(ResponseModel):
     """Token counts of a response."""
 
@@ -34,7 +31,6 @@ class ResponseUsage(ResponseModel):
     output_tokens_details: OutputTokensDetails | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsePart(ResponseModel):
     """A part of a message or of reasoning. logprobs: of the tokens of a text, if requested."""
 
@@ -43,7 +39,6 @@ class ResponsePart(ResponseModel):
     logprobs: tuple[dict[str, Any], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseItem(ResponseModel):
     """An item of a response: `message`, `reasoning`, `function_call` or `custom_tool_call`; in an input also results of calls.
 
@@ -89,7 +84,6 @@ class ResponseItem(ResponseModel):
         return {"type": self.type, **{name: value for name, value in given.items() if value is not None}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Response(ResponseModel):
     """A response. status: completed, incomplete (see incomplete_details) or failed (see error)."""
 
@@ -123,7 +117,6 @@ class Response(ResponseModel):
         return tuple(item for item in self.output if item.type in ("function_call", "custom_tool_call"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseEvent(ResponseModel):
     """An event of a stream. delta: a piece of text, reasoning or arguments, depending on the type."""
 
@@ -142,7 +135,6 @@ class ResponseEvent(ResponseModel):
         return self.delta or "" if self.type == "response.output_text.delta" else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseItems(ResponseModel):
     """A page of the input items of a response."""
 
