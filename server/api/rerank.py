@@ -13,21 +13,8 @@ from windlass.engine.interface.request import PoolingRule
 from windlass.server.api.embeddings import max_vector_bytes
 from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
 from windlass.server.errors import bad_request, response_too_large
+from windlass.server.schemas import pooling as schemas
 from windlass.server.schemas.base import without_nulls
-from windlass.server.schemas.pooling import (
-    MAX_INPUTS,
-    ClassifiedText,
-    ClassifyRequest,
-    ClassList,
-    PairScore,
-    PromptUsage,
-    RankedDocument,
-    RankedText,
-    Reranking,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-)
 from windlass.server.serving.job import envelope
 from windlass.server.serving.pooling import (
     begin_pooling,
@@ -54,8 +41,8 @@ _ROW_BYTES = 60  # of the JSON around the classes of a text
     "POST",
     "/v1/score",
     Operation(
-        body=ScoreRequest,
-        response=ScoreList,
+        body=schemas.ScoreRequest,
+        response=schemas.ScoreList,
         errors=GENERATION_ERRORS,
         examples={
             "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
@@ -69,7 +56,7 @@ _ROW_BYTES = 60  # of the JSON around the classes of a text
 )
 async def create_score(request: Request) -> Response:
     """Score the similarity or relevance of text pairs."""
-    body, job = await begin_pooling(request, ScoreRequest)
+    body, job = await begin_pooling(request, schemas.ScoreRequest)
     check_scores_pairs(job, body.pooling)
     first, second = check_texts(body.text_1, "text_1"), check_texts(body.text_2, "text_2")
     if len(first) not in (1, len(second)):
@@ -80,8 +67,12 @@ async def create_score(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         names = ("text_1", "text_2")
         scores = await score_pairs(exchange, job, first, second, names, body.pooling, body.instruction)
-        data = [PairScore.model_construct(object="score", index=i, score=x) for i, x in enumerate(scores.values)]
-        answer = ScoreList(**envelope("score", "list", job), data=data, usage=PromptUsage.of(scores.tokens))
+        data = [
+            schemas.PairScore.model_construct(object="score", index=i, score=x) for i, x in enumerate(scores.values)
+        ]
+        answer = schemas.ScoreList(
+            **envelope("score", "list", job), data=data, usage=schemas.PromptUsage.of(scores.tokens)
+        )
         await exchange.send_json([answer.json_bytes()])
 
     return Exchange(job.state, work, deadline=job.deadline)
@@ -91,8 +82,8 @@ async def create_score(request: Request) -> Response:
     "POST",
     "/v1/rerank",
     Operation(
-        body=RerankRequest,
-        response=Reranking,
+        body=schemas.RerankRequest,
+        response=schemas.Reranking,
         errors=GENERATION_ERRORS,
         examples={
             "best": (
@@ -105,7 +96,7 @@ async def create_score(request: Request) -> Response:
 )
 async def create_reranking(request: Request) -> Response:
     """Rank documents by their relevance for a query."""
-    body, job = await begin_pooling(request, RerankRequest)
+    body, job = await begin_pooling(request, schemas.RerankRequest)
     check_scores_pairs(job, body.pooling)
     documents = _documents(body.documents)
 
@@ -119,11 +110,13 @@ async def create_reranking(request: Request) -> Response:
         scores = await score_pairs(exchange, job, [body.query], read, names, body.pooling, body.instruction)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
-        results = [RankedDocument.model_construct(index=i, relevance_score=values[i]) for i in order]
+        results = [schemas.RankedDocument.model_construct(index=i, relevance_score=values[i]) for i in order]
         if body.return_documents is not False:
             for result in results:
-                result.document = RankedText(text=documents[result.index])
-        answer = Reranking(**envelope("rerank", "list", job), results=results, usage=PromptUsage.of(scores.tokens))
+                result.document = schemas.RankedText(text=documents[result.index])
+        answer = schemas.Reranking(
+            **envelope("rerank", "list", job), results=results, usage=schemas.PromptUsage.of(scores.tokens)
+        )
         data = await job.state.text.run_in_thread(answer.json_bytes)
         if request.scope["path"].endswith("/v2/rerank"):  # some of Cohere's clients require this field
             data = data[:-1] + b',"meta":{"api_version":{"version":"2"}}}'
@@ -134,7 +127,7 @@ async def create_reranking(request: Request) -> Response:
 
 def _documents(documents: list[Any]) -> list[str]:
     """Texts of the documents; raises ApiError unless each is a string or an object with only a text."""
-    if len(documents) > MAX_INPUTS:  # checked before the contents
+    if len(documents) > schemas.MAX_INPUTS:  # checked before the contents
         check_texts(documents, "documents")
     texts = []
     for index, document in enumerate(documents):
@@ -152,15 +145,15 @@ def _documents(documents: list[Any]) -> list[str]:
     "POST",
     "/classify",
     Operation(
-        body=ClassifyRequest,
-        response=ClassList,
+        body=schemas.ClassifyRequest,
+        response=schemas.ClassList,
         errors=GENERATION_ERRORS,
         examples={"plain": ("Two texts", {"input": ["so good", "so bad"]})},
     ),
 )
 async def classify(request: Request) -> Response:
     """Classify texts with a model that has a classification head."""
-    body, job = await begin_pooling(request, ClassifyRequest)
+    body, job = await begin_pooling(request, schemas.ClassifyRequest)
     classifier = job.info.classifier
     if classifier is None:
         raise bad_request(
@@ -183,22 +176,26 @@ async def classify(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         prompts = await encode_inputs(job, inputs, "input")
         rows = await pool(exchange, job, prompts, PoolingRule("classify"))
-        head, usage = envelope("classify", "list", job), PromptUsage.of(sum(map(len, prompts)))
+        head, usage = envelope("classify", "list", job), schemas.PromptUsage.of(sum(map(len, prompts)))
 
         def render() -> bytes:
             data = _classified(rows, classifier, apply_activation=body.use_activation is not False)
-            return ClassList(**head, data=data, usage=usage).json_bytes()
+            return schemas.ClassList(**head, data=data, usage=usage).json_bytes()
 
         await exchange.send_json([await job.state.text.run_in_thread(render)])
 
     return Exchange(job.state, work, deadline=job.deadline)
 
 
-def _classified(rows: list[PooledRows], classifier: ClassifierInfo, *, apply_activation: bool) -> list[ClassifiedText]:
+def _classified(
+    rows: list[PooledRows], classifier: ClassifierInfo, *, apply_activation: bool
+) -> list[schemas.ClassifiedText]:
     data = []
     for index, row in enumerate(rows):
         logits = list(unpack_rows(row)[0])
         probs = probabilities(logits, classifier.activation) if apply_activation else logits
         label = classifier.labels[logits.index(max(logits))]
-        data.append(ClassifiedText.model_construct(index=index, label=label, probs=probs, num_classes=len(logits)))
+        data.append(
+            schemas.ClassifiedText.model_construct(index=index, label=label, probs=probs, num_classes=len(logits))
+        )
     return data
