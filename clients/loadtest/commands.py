@@ -425,8 +425,7 @@ async def _run(plan: LoadPlan, slo: SloOptions) -> tuple[RunResult | SweepResult
     """The result, and the signal that interrupted it."""
     from windlass.clients.loadtest.display import ProgressDisplay
     from windlass.clients.loadtest.load_plan import Arrivals
-    from windlass.clients.loadtest.runner import prepare, run_load, sweep_load
-    from windlass.clients.loadtest.sweep import SweepSpec
+    from windlass.clients.loadtest.runner import SweepSpec, prepare, run_load, sweep_load
     from windlass.clients.loadtest.target import ControlClient
 
     async with ControlClient(plan.target) as control:

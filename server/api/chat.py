@@ -21,8 +21,7 @@ from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.prompts import check_chat, prepare_chat
-from windlass.server.serving.response_format import JsonList, chat_logprobs, encode
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, JsonList, chat_logprobs, encode
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import Content, Event

@@ -20,8 +20,14 @@ from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
 from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
-from windlass.server.serving.response_format import CompletionLogprobLists, JsonList, encode
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, in_batches
+from windlass.server.serving.response_writer import (
+    ChoiceWriter,
+    CollectedChoice,
+    CompletionLogprobLists,
+    JsonList,
+    encode,
+    in_batches,
+)
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 

@@ -32,7 +32,7 @@ from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
-from windlass.server.serving.response_format import JsonList
+from windlass.server.serving.response_writer import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.reasoning import ThinkingControl
 

@@ -18,7 +18,7 @@ from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
 from windlass.server.schemas.base import StrictModel
 from windlass.server.schemas.response_parts import EffectiveLength, ScalingValue
-from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
+from windlass.server.serving.request_rotation import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
 
 router = ApiRouter("Models", "The served model and its adapters.")

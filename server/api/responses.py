@@ -37,8 +37,7 @@ from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob
 from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
-from windlass.server.serving.response_format import JsonList, encode, encode_pieces
-from windlass.server.serving.response_writer import usage_object
+from windlass.server.serving.response_writer import JsonList, encode, encode_pieces, usage_object
 from windlass.server.serving.streaming import (
     KEEP_ALIVE,
     Exchange,

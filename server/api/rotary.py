@@ -26,8 +26,13 @@ from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
 from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
 from windlass.server.schemas.response_parts import EffectiveLength, RotaryChosen, ScalingValue
-from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
-from windlass.server.serving.response_format import auto_scaling_object, groups_object
+from windlass.server.serving.request_rotation import (
+    auto_scaling_object,
+    build_planner,
+    check_has_rotary,
+    groups_object,
+    parse_rotation,
+)
 
 router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a scaling.")
 

@@ -433,7 +433,7 @@ def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOp
 def chat_remote(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
     """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
     from windlass.clients import APIError, Client, RetryPolicy
-    from windlass.server.cli.help import with_key_hint
+    from windlass.server.cli.parameters import with_key_hint
 
     console = ChatConsole()
     try:

@@ -17,8 +17,7 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, Clien
 from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import EngineError, LoadError, RequestError, with_place
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.cli.help import with_key_hint
-from windlass.server.cli.parameters import GenerateOptions
+from windlass.server.cli.parameters import GenerateOptions, with_key_hint
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.startup.derived_files import ensure_tokenizer

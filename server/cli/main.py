@@ -17,9 +17,9 @@ from windlass.clients.loadtest.commands import add_commands
 from windlass.clients.terminal import print_status, run_app, version_option
 from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
-from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.parameters import (
     AsJson,
+    BriefHelp,
     Config,
     Connections,
     Engine,
@@ -31,6 +31,7 @@ from windlass.server.cli.parameters import (
     Sampling,
     Server,
     ServerKey,
+    help_all_option,
     variable_option,
 )
 from windlass.server.cli.ray_commands import app as ray

@@ -9,8 +9,16 @@ import typer
 from typer_injector import InjectingTyper
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.help import BriefHelp, help_all_option
-from windlass.server.cli.parameters import Cluster, Engine, LogLevel, ModelArgument, Server, variable_option
+from windlass.server.cli.parameters import (
+    BriefHelp,
+    Cluster,
+    Engine,
+    LogLevel,
+    ModelArgument,
+    Server,
+    help_all_option,
+    variable_option,
+)
 from windlass.server.config.option import Panel
 
 app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)

@@ -28,8 +28,8 @@ from windlass.clients.streams import drain_response_async
 from windlass.clients.terminal import CommandError, print_status, stop_on_signals
 from windlass.engine.errors import LoadError, with_place
 from windlass.engine.interface.model_info import PoolingKind
-from windlass.server.cli.help import with_key_hint
 from windlass.server.cli.managed_server import managed_server
+from windlass.server.cli.parameters import with_key_hint
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest

@@ -22,7 +22,7 @@ from windlass.clients import APIError, APIStatusError, Client, RateLimitError, R
 from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
 from windlass.clients.types import Metrics
 from windlass.engine.errors import with_place
-from windlass.server.cli.help import with_key_hint
+from windlass.server.cli.parameters import with_key_hint
 
 _PREFIX = "windlass_"
 

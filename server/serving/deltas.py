@@ -13,8 +13,7 @@ from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.interface.outputs import RequestOutput, TokenLogprobs
 from windlass.engine.interface.request import EngineRequest
 from windlass.server.serving.job import GenerationJob
-from windlass.server.serving.request_rotation import report_at
-from windlass.server.serving.response_format import rotary_object
+from windlass.server.serving.request_rotation import report_at, rotary_object
 from windlass.server.text.detokenizer import Detokenizer, LineLimiter
 from windlass.server.text.service import Prompt
 

@@ -18,7 +18,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
-from windlass.server.api import rerank as ranking_routes
+from windlass.server.api import pooling as ranking_routes
 from windlass.server.config.settings import RankSettings
 from windlass.server.serving.job import PoolingJob
 from windlass.server.serving.pooling import probabilities
