@@ -12,7 +12,7 @@ from starlette.responses import Response
 from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import require_admin, state_of
-from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.base import StrictModel, optional
 from windlass.server.serving.streaming import run_while_connected
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -45,10 +45,8 @@ class AdapterAnswer(StrictModel):
     status: Literal["loaded", "unloaded", "draining"] = Field(
         description="`draining`: requests still use the adapter; it is unloaded when they end."
     )
-    rank: int | None = Field(default=None, description="Largest rank of the loaded adapter's matrices, else null.")
-    targets: list[str] | None = Field(
-        default=None, description="Kinds of layers that the loaded adapter changes, else null."
-    )
+    rank: int | None = optional("Largest rank of the loaded adapter's matrices, else null.")
+    targets: list[str] | None = optional("Kinds of layers that the loaded adapter changes, else null.")
 
 
 @router.endpoint(

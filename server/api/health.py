@@ -11,7 +11,7 @@ from starlette.responses import Response
 from windlass.server.api.router import ApiRouter, Operation, json_response
 from windlass.server.app.state import ServerState, require_admin, state_of
 from windlass.server.observability.metrics import CONTENT_TYPE
-from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.base import StrictModel, optional
 
 router = ApiRouter("Health", "State of the server.")
 
@@ -29,19 +29,14 @@ class Status(StrictModel):
     status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"] = Field(
         description="State of the server."
     )
-    degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = Field(
-        default=None,
-        description="Only for `/health`: faults of the last minute from which the server recovered. Absent if "
-        "there were none.",
+    degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = optional(
+        "Only for `/health`: faults of the last minute from which the server recovered. Absent if there were none."
     )
-    crash_report: str | None = Field(
-        default=None,
-        description="Only for `/health`: file name of the last crash report of the engine, in `WINDLASS_CRASH_DIR`. "
-        "Absent if there is none.",
+    crash_report: str | None = optional(
+        "Only for `/health`: file name of the last crash report of the engine, in `WINDLASS_CRASH_DIR`. "
+        "Absent if there is none."
     )
-    replicas: ReplicaCount | None = Field(
-        default=None, description="Only for `/health`: number of engines. Absent if there is one engine."
-    )
+    replicas: ReplicaCount | None = optional("Only for `/health`: number of engines. Absent if there is one engine.")
 
 
 class Version(StrictModel):

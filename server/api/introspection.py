@@ -18,7 +18,7 @@ from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, owner_of, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel, optional
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
@@ -93,14 +93,14 @@ class AttentionRequest(StrictModel):
     """A text of 2 to 256 tokens, as `prompt` or as `tokens`, and a head of the model."""
 
     model: RequestedModel = None
-    prompt: Annotated[str, Field(max_length=16384)] | None = Field(default=None, description="Text of 2 to 256 tokens.")
+    prompt: Annotated[str, Field(max_length=16384)] | None = optional("Text of 2 to 256 tokens.")
     tokens: (
         Annotated[
             list[Any],
             Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
         ]
         | None
-    ) = Field(default=None, description="Token ids in place of `prompt`.")
+    ) = optional("Token ids in place of `prompt`.")
     layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default=0, description="Index of the layer, from 0. Default: 0."
     )

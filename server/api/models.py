@@ -16,7 +16,7 @@ from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.api.router import ApiRouter, Operation
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
-from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.base import StrictModel, optional
 from windlass.server.schemas.response_parts import EffectiveLength, ScalingValue
 from windlass.server.serving.request_rotation import auto_scaling_object, model_rotary_object
 from windlass.server.text.reasoning import NONE
@@ -32,32 +32,22 @@ class ContextSettings(StrictModel):
     """Context rules of requests that do not set them, and limits of sequences that drop tokens."""
 
     context_overflow: Annotated[str, Field(description="`error`, `stop`, `shift` or `drop_turns`.")]
-    keep_tokens: int | None = Field(
-        default=None,
-        description="Number of leading tokens that `shift` never drops. Null: a chat's system prompt, else 16 tokens.",
+    keep_tokens: int | None = optional(
+        "Number of leading tokens that `shift` never drops. Null: a chat's system prompt, else 16 tokens."
     )
-    attention_window: int | None = Field(
-        default=None, description="Number of tokens that each token attends to. Null: all."
-    )
-    attention_sinks: int | None = Field(
-        default=None, description="Number of leading tokens that each token also attends to."
-    )
+    attention_window: int | None = optional("Number of tokens that each token attends to. Null: all.")
+    attention_sinks: int | None = optional("Number of leading tokens that each token also attends to.")
     cache_reuse: int = Field(
         description="Minimum length of passages reused from other positions, in tokens. 0: no reuse."
     )
-    shift_context: int | None = Field(
-        default=None,
-        description="With `shift`: number of tokens that a sequence holds at once. Null until the model has loaded.",
+    shift_context: int | None = optional(
+        "With `shift`: number of tokens that a sequence holds at once. Null until the model has loaded."
     )
-    max_total_tokens: int | None = Field(
-        default=None, description="With `shift`: maximum number of tokens of prompt and answer. Null: unlimited."
+    max_total_tokens: int | None = optional(
+        "With `shift`: maximum number of tokens of prompt and answer. Null: unlimited."
     )
-    shift_refusal: str | None = Field(
-        default=None, description="Why this model does not support `shift`. Null: it does."
-    )
-    reuse_refusal: str | None = Field(
-        default=None, description="Why this model does not support `cache_reuse`. Null: it does."
-    )
+    shift_refusal: str | None = optional("Why this model does not support `shift`. Null: it does.")
+    reuse_refusal: str | None = optional("Why this model does not support `cache_reuse`. Null: it does.")
 
 
 class ModelDraft(StrictModel):
@@ -94,7 +84,7 @@ class RotaryStep(StrictModel):
     up_to: int | None = Field(description="Maximum number of tokens of prompt and output. Null: unlimited.")
     rope_scaling: dict[str, ScalingValue] = Field(description="Scaling of requests up to this length.")
     effective_length: EffectiveLength
-    profile: str | None = Field(default=None, description="Profile of the step, if the operator's thresholds name one.")
+    profile: str | None = optional("Profile of the step, if the operator's thresholds name one.")
 
 
 class RotaryLadderShown(StrictModel):

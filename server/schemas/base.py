@@ -92,6 +92,11 @@ HOSTED_TAG = "[hosted]"
 OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
 
 
+def optional(description: str, **more: Any) -> Any:
+    """A field that may be absent, which counts as null. more: of pydantic's `Field`."""
+    return Field(default=None, description=description, **more)
+
+
 def is_neutral(value: Any, neutral: Any) -> bool:
     """Whether a value equals the neutral one: 1 equals 1.0, but 1 does not equal true."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
@@ -368,10 +373,8 @@ class RopeUpdateObject(StrictModel):
     policy: RopeUpdate = Field(
         description="Cached keys keep their frequencies (`frozen`), are computed again (`recompute`) or rotated (`rotate`)."
     )
-    exact: bool | None = Field(
-        default=None,
-        description="With `recompute`: frequencies follow every token instead of steps. The operator must allow "
-        "it. Default: false.",
+    exact: bool | None = optional(
+        "With `recompute`: frequencies follow every token instead of steps. The operator must allow it. Default: false."
     )
 
     @field_validator("exact")
@@ -411,34 +414,27 @@ class EngineRequestFields(RequestModel):
     add_special_tokens: AddSpecialTokens = None
     rope_scaling: RopeScalingField = None
     rope_update: RopeUpdateField = None
-    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Number of most recent tokens that each token attends to, itself included. Default: the "
-        "model's `context.attention_window`, else all.",
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Number of most recent tokens that each token attends to, itself included. Default: the "
+        "model's `context.attention_window`, else all."
     )
-    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="With `attention_window`: number of leading tokens that each token also attends to. "
-        "Default: the model's `context.attention_sinks`, else 0.",
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = optional(
+        "With `attention_window`: number of leading tokens that each token also attends to. "
+        "Default: the model's `context.attention_sinks`, else 0."
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None,
-        description="Cached blocks are shared only among requests with equal salts (and, in general, the same API "
-        "key). Default: none.",
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = optional(
+        "Cached blocks are shared only among requests with equal salts (and, in general, the same API "
+        "key). Default: none."
     )
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Scheduling priority. Lower numbers run first and are preempted last. Default: that of the API key, else 0.",
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = optional(
+        "Scheduling priority. Lower numbers run first and are preempted last. Default: that of the API key, else 0."
     )
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
-        default=None,
-        description="Seconds after arrival at which the request fails with status 504, or a stream with an error "
-        "event. Default: the server's.",
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = optional(
+        "Seconds after arrival at which the request fails with status 504, or a stream with an error "
+        "event. Default: the server's."
     )
-    request_id: RequestId | None = Field(
-        default=None,
-        description="Id of the request, instead of the header `X-Request-Id`; part of the answer's `id`. Default: a "
-        "random one.",
+    request_id: RequestId | None = optional(
+        "Id of the request, instead of the header `X-Request-Id`; part of the answer's `id`. Default: a random one."
     )
 
 
