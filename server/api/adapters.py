@@ -9,7 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import require_admin, state_of
 from windlass.server.schemas.base import StrictModel, optional
@@ -52,12 +52,10 @@ class AdapterAnswer(StrictModel):
 @router.endpoint(
     "POST",
     "/v1/load_lora_adapter",
-    Operation(
-        body=LoadAdapterRequest,
-        response=AdapterAnswer,
-        errors=_ERRORS,
-        examples={"plain": ("A directory in the adapter folder", {"lora_name": "poet", "lora_path": "poet"})},
-    ),
+    body=LoadAdapterRequest,
+    response=AdapterAnswer,
+    errors=_ERRORS,
+    examples={"plain": ("A directory in the adapter folder", {"lora_name": "poet", "lora_path": "poet"})},
 )
 async def load_adapter(request: Request) -> Response:
     """Load an adapter. Requests then give its name as their model."""
@@ -75,12 +73,10 @@ async def load_adapter(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/unload_lora_adapter",
-    Operation(
-        body=UnloadAdapterRequest,
-        response=AdapterAnswer,
-        errors=_ERRORS,
-        examples={"plain": ("A loaded adapter", {"lora_name": "poet"})},
-    ),
+    body=UnloadAdapterRequest,
+    response=AdapterAnswer,
+    errors=_ERRORS,
+    examples={"plain": ("A loaded adapter", {"lora_name": "poet"})},
 )
 async def unload_adapter(request: Request) -> Response:
     """Unload an adapter: refuse new requests for it, and answer when its last request has ended, or after a time limit."""

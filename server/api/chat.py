@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
@@ -163,7 +163,9 @@ def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **f
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **fields}
 
 
-_CHAT = Operation(
+@router.endpoint(
+    "POST",
+    "/v1/chat/completions",
     body=ChatRequest,
     response=ChatCompletion,
     events=ChatEvent,
@@ -195,9 +197,6 @@ _CHAT = Operation(
         _example_chunk(),
     ],
 )
-
-
-@router.endpoint("POST", "/v1/chat/completions", _CHAT)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
     arrival = time.monotonic()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
@@ -157,7 +157,10 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
 
 _example_chunk = partial(example_chunk, "cmpl", "text_completion")
 
-_COMPLETION = Operation(
+
+@router.endpoint(
+    "POST",
+    "/v1/completions",
     body=CompletionRequest,
     response=Completion,
     events=CompletionEvent,
@@ -193,9 +196,6 @@ _COMPLETION = Operation(
         _example_chunk(),
     ],
 )
-
-
-@router.endpoint("POST", "/v1/completions", _COMPLETION)
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     arrival = time.monotonic()

@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.router import ApiRouter, Operation, json_response
+from windlass.server.api.router import ApiRouter, json_response
 from windlass.server.app.state import ServerState, require_admin, state_of
 from windlass.server.observability.metrics import CONTENT_TYPE
 from windlass.server.schemas.base import StrictModel, optional
@@ -45,10 +45,10 @@ class Version(StrictModel):
     version: str = Field(description="Version of the server.")
 
 
-_STATUS = Operation(response=Status, unready="The engine is not ready, or the connection was refused.")
+_UNREADY = "The engine is not ready, or the connection was refused."
 
 
-@router.endpoint("GET", "/health", _STATUS, limited=False)
+@router.endpoint("GET", "/health", limited=False, response=Status, unready=_UNREADY)
 async def health(request: Request) -> Response:
     """200 while the process and the engine are alive, draining included; lists recent faults."""
     state = state_of(request)
@@ -65,7 +65,7 @@ async def health(request: Request) -> Response:
     return _response(state, answer, state.engine.state == "ready")
 
 
-@router.endpoint("GET", "/ready", _STATUS, limited=False)
+@router.endpoint("GET", "/ready", limited=False, response=Status, unready=_UNREADY)
 async def ready(request: Request) -> Response:
     """200 while new work is accepted."""
     state = state_of(request)
@@ -73,13 +73,13 @@ async def ready(request: Request) -> Response:
     return _response(state, answer, answer.status == "ready")
 
 
-@router.endpoint("GET", "/version", Operation(response=Version), limited=False)
+@router.endpoint("GET", "/version", limited=False, response=Version)
 async def version(request: Request) -> Response:
     """Version of the server."""
     return json_response(Version(version=request.app.version))
 
 
-@router.endpoint("GET", "/metrics", Operation(response=None, errors=(403,)), limited=False)
+@router.endpoint("GET", "/metrics", limited=False, response=None, errors=(403,))
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     require_admin(request)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.errors import bad_request
@@ -225,7 +225,9 @@ def _select_fields(response: dict[str, Any], fields: Sequence[str]) -> dict[str,
     return selected
 
 
-_INFILL = Operation(
+@router.endpoint(
+    "POST",
+    "/infill",
     body=InfillRequest,
     response=Infill,
     events=InfillEvent,
@@ -274,9 +276,6 @@ _INFILL = Operation(
         },
     ],
 )
-
-
-@router.endpoint("POST", "/infill", _INFILL)
 async def infill(request: Request) -> Response:
     """Fill the gap between two texts, in the form of llama.cpp's server, as editor plugins expect it."""
     arrival = time.monotonic()

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, owner_of, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
@@ -136,7 +136,7 @@ class AttentionMap(StrictModel):
     )
 
 
-@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)), limited=False)
+@router.endpoint("GET", "/v1/cache", limited=False, response=CachePages, errors=(403,))
 async def cache_pages(request: Request) -> Response:
     """Current contents of the cache: blocks by their state and owner, running sequences, and counters."""
     require_admin(request)
@@ -160,22 +160,20 @@ async def _cache_json(state: ServerState) -> tuple[bytes, float]:
 @router.endpoint(
     "POST",
     "/v1/attention",
-    Operation(
-        body=AttentionRequest,
-        response=AttentionMap,
-        errors=(*BODY_ERRORS, 403),
-        examples={
-            "scaled": (
-                "A head under a scaling",
-                {
-                    "prompt": "In the beginning",
-                    "layer": 0,
-                    "head": 1,
-                    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-                },
-            )
-        },
-    ),
+    body=AttentionRequest,
+    response=AttentionMap,
+    errors=(*BODY_ERRORS, 403),
+    examples={
+        "scaled": (
+            "A head under a scaling",
+            {
+                "prompt": "In the beginning",
+                "layer": 0,
+                "head": 1,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+        )
+    },
 )
 async def attention(request: Request) -> Response:
     """Compute the attention of one head in a short text, under a rotary scaling. Other requests wait for its forward

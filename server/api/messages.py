@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
@@ -310,7 +310,10 @@ _EXAMPLE_USAGE = {
     "output_tokens": 2,
 }
 
-_MESSAGE = Operation(
+
+@router.endpoint(
+    "POST",
+    "/v1/messages",
     body=schemas.MessageRequest,
     response=schemas.MessageAnswer,
     events=schemas.MessageEvent,
@@ -355,9 +358,6 @@ _MESSAGE = Operation(
         {"type": "message_stop"},
     ],
 )
-
-
-@router.endpoint("POST", "/v1/messages", _MESSAGE)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
@@ -398,12 +398,10 @@ async def _translate(
 @router.endpoint(
     "POST",
     "/v1/messages/count_tokens",
-    Operation(
-        body=schemas.CountTokensRequest,
-        response=schemas.TokenCount,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A conversation", _QUESTION)},
-    ),
+    body=schemas.CountTokensRequest,
+    response=schemas.TokenCount,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A conversation", _QUESTION)},
 )
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""

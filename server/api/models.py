@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.model_info import ModelInfo
-from windlass.server.api.router import ApiRouter, Operation
+from windlass.server.api.router import ApiRouter
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
 from windlass.server.schemas.base import StrictModel, optional
@@ -227,7 +227,7 @@ class ModelList(StrictModel):
     last_id: str = Field(description="Id of the last entry. Null if there is none.")
 
 
-@router.endpoint("GET", "/v1/models", Operation(response=ModelList), limited=False)
+@router.endpoint("GET", "/v1/models", limited=False, response=ModelList)
 async def list_models(request: Request) -> Response:
     """List the served model under each of its names, and its adapters."""
     state = state_of(request)
@@ -239,7 +239,7 @@ async def list_models(request: Request) -> Response:
     return _json({"object": "list", "data": found, **ends})
 
 
-@router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)), limited=False)
+@router.endpoint("GET", "/v1/models/{model:path}", limited=False, response=Model, errors=(404,))
 async def get_model(request: Request, model: Annotated[str, Path(description="Name of a served model.")]) -> Response:
     """Describe the served model or an adapter."""
     state = state_of(request)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from windlass.engine.interface.model_info import Activation, ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter
 from windlass.server.errors import bad_request, response_too_large
 from windlass.server.schemas import pooling as schemas
 from windlass.server.schemas.base import without_nulls
@@ -64,18 +64,16 @@ def base64_json(rows: PooledRows) -> bytes:
 @embeddings_router.endpoint(
     "POST",
     "/v1/embeddings",
-    Operation(
-        body=schemas.EmbeddingRequest,
-        response=schemas.EmbeddingList,
-        errors=GENERATION_ERRORS,
-        examples={
-            "plain": ("A vector per text", {"input": ["The king said", "The sea is wide"]}),
-            "packed": (
-                "A short vector in base64",
-                {"input": "The king said", "pooling": "mean", "dimensions": 8, "encoding_format": "base64"},
-            ),
-        },
-    ),
+    body=schemas.EmbeddingRequest,
+    response=schemas.EmbeddingList,
+    errors=GENERATION_ERRORS,
+    examples={
+        "plain": ("A vector per text", {"input": ["The king said", "The sea is wide"]}),
+        "packed": (
+            "A short vector in base64",
+            {"input": "The king said", "pooling": "mean", "dimensions": 8, "encoding_format": "base64"},
+        ),
+    },
 )
 async def create_embeddings(request: Request) -> Response:
     """Compute a vector for each text."""
@@ -88,12 +86,10 @@ async def create_embeddings(request: Request) -> Response:
 @embeddings_router.endpoint(
     "POST",
     "/pooling",
-    Operation(
-        body=schemas.PoolingRequest,
-        response=schemas.RowsList,
-        errors=GENERATION_ERRORS,
-        examples={"states": ("The state of each token", {"input": "The king said", "pooling": "all", "dimensions": 4})},
-    ),
+    body=schemas.PoolingRequest,
+    response=schemas.RowsList,
+    errors=GENERATION_ERRORS,
+    examples={"states": ("The state of each token", {"input": "The king said", "pooling": "all", "dimensions": 4})},
 )
 async def create_pooling(request: Request) -> Response:
     """Return the hidden states or classes of texts, pooled or per token."""
@@ -226,19 +222,17 @@ _ROW_BYTES = 60  # of the JSON around the classes of a text
 @ranking_router.endpoint(
     "POST",
     "/v1/score",
-    Operation(
-        body=schemas.ScoreRequest,
-        response=schemas.ScoreList,
-        errors=GENERATION_ERRORS,
-        examples={
-            "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
-            "several": (
-                "One text with several others",
-                {"text_1": "The sea", "text_2": ["The sea is wide", "The king said"]},
-            ),
-        },
-    ),
     aliases=("/score",),
+    body=schemas.ScoreRequest,
+    response=schemas.ScoreList,
+    errors=GENERATION_ERRORS,
+    examples={
+        "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
+        "several": (
+            "One text with several others",
+            {"text_1": "The sea", "text_2": ["The sea is wide", "The king said"]},
+        ),
+    },
 )
 async def create_score(request: Request) -> Response:
     """Score the similarity or relevance of text pairs."""
@@ -267,18 +261,16 @@ async def create_score(request: Request) -> Response:
 @ranking_router.endpoint(
     "POST",
     "/v1/rerank",
-    Operation(
-        body=schemas.RerankRequest,
-        response=schemas.Reranking,
-        errors=GENERATION_ERRORS,
-        examples={
-            "best": (
-                "The best of several documents",
-                {"query": "Where is the sea?", "documents": ["The king said", "The sea is wide"], "top_n": 1},
-            ),
-        },
-    ),
     aliases=("/rerank", "/v2/rerank"),
+    body=schemas.RerankRequest,
+    response=schemas.Reranking,
+    errors=GENERATION_ERRORS,
+    examples={
+        "best": (
+            "The best of several documents",
+            {"query": "Where is the sea?", "documents": ["The king said", "The sea is wide"], "top_n": 1},
+        ),
+    },
 )
 async def create_reranking(request: Request) -> Response:
     """Rank documents by their relevance for a query."""
@@ -330,12 +322,10 @@ def _documents(documents: list[Any]) -> list[str]:
 @classes_router.endpoint(
     "POST",
     "/classify",
-    Operation(
-        body=schemas.ClassifyRequest,
-        response=schemas.ClassList,
-        errors=GENERATION_ERRORS,
-        examples={"plain": ("Two texts", {"input": ["so good", "so bad"]})},
-    ),
+    body=schemas.ClassifyRequest,
+    response=schemas.ClassList,
+    errors=GENERATION_ERRORS,
+    examples={"plain": ("Two texts", {"input": ["so good", "so bad"]})},
 )
 async def classify(request: Request) -> Response:
     """Classify texts with a model that has a classification head."""

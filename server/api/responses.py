@@ -15,7 +15,7 @@ from starlette.responses import Response
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
 from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, query_parameter
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
@@ -527,7 +527,10 @@ def add_tools(body: schemas.ResponseRequest) -> None:
 _QUESTION = {"input": "Where does the river begin?"}
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
-_RESPONSE = Operation(
+
+@router.endpoint(
+    "POST",
+    "/v1/responses",
     body=schemas.ResponseRequest,
     response=schemas.ResponseAnswer,
     events=schemas.ResponseEvent,
@@ -551,7 +554,6 @@ _RESPONSE = Operation(
         ),
         "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 200, "stream": True}),
     },
-    # The first and the last event hold the entire response, which is too long for an example.
     stream_examples=[
         {
             "type": "response.output_text.delta",
@@ -569,9 +571,6 @@ _RESPONSE = Operation(
         },
     ],
 )
-
-
-@router.endpoint("POST", "/v1/responses", _RESPONSE)
 async def create_response(request: Request) -> Response:
     """Answer an input, or continue the conversation of an earlier response."""
     arrival = time.monotonic()
@@ -617,12 +616,10 @@ async def create_response(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/responses/input_tokens",
-    Operation(
-        body=schemas.CountInputRequest,
-        response=schemas.InputTokens,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A text", _QUESTION)},
-    ),
+    body=schemas.CountInputRequest,
+    response=schemas.InputTokens,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A text", _QUESTION)},
 )
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
@@ -728,9 +725,7 @@ _PAGING = [
 
 
 @router.endpoint(
-    "GET",
-    "/v1/responses/{response_id}",
-    Operation(response=schemas.ResponseAnswer, errors=(400, 404), parameters=[_STREAM]),
+    "GET", "/v1/responses/{response_id}", response=schemas.ResponseAnswer, errors=(400, 404), parameters=[_STREAM]
 )
 async def get_response(request: Request, response_id: ResponseId) -> Response:
     """Return a stored response."""
@@ -739,7 +734,7 @@ async def get_response(request: Request, response_id: ResponseId) -> Response:
     return LargeJsonResponse(_stored_response(state_of(request), response_id, owner_of(request)).body)
 
 
-@router.endpoint("DELETE", "/v1/responses/{response_id}", Operation(response=schemas.DeletedResponse, errors=(404,)))
+@router.endpoint("DELETE", "/v1/responses/{response_id}", response=schemas.DeletedResponse, errors=(404,))
 async def delete_response(request: Request, response_id: ResponseId) -> Response:
     """Delete a stored response. Responses that continue it keep their conversation."""
     state, owner = state_of(request), owner_of(request)
@@ -749,9 +744,7 @@ async def delete_response(request: Request, response_id: ResponseId) -> Response
 
 
 @router.endpoint(
-    "GET",
-    "/v1/responses/{response_id}/input_items",
-    Operation(response=schemas.ItemList, errors=(400, 404), parameters=_PAGING),
+    "GET", "/v1/responses/{response_id}/input_items", response=schemas.ItemList, errors=(400, 404), parameters=_PAGING
 )
 async def list_input_items(request: Request, response_id: ResponseId) -> Response:
     """List the input items of a response, including those of the responses that it continues."""

@@ -20,7 +20,7 @@ from windlass.engine.rotary.rope_scaling import (
 )
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
 from windlass.server.api.models import ModelRotary, RotaryLadderShown
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation, json_response
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, json_response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
@@ -153,7 +153,7 @@ class RotaryCurves(StrictModel):
     )
 
 
-@router.endpoint("GET", "/v1/rotary", Operation(response=RotarySettings))
+@router.endpoint("GET", "/v1/rotary", response=RotarySettings)
 async def rotary(request: Request) -> Response:
     """The model's rotary scaling, the server's default and profiles, and what requests may set."""
     state = state_of(request)
@@ -178,18 +178,16 @@ async def rotary(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/rotary/inspect",
-    Operation(
-        body=RotaryInspectRequest,
-        response=RotaryInspection,
-        errors=BODY_ERRORS,
-        examples={
-            "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-            "length": (
-                "A scaling that depends on the length",
-                {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
-            ),
-        },
-    ),
+    body=RotaryInspectRequest,
+    response=RotaryInspection,
+    errors=BODY_ERRORS,
+    examples={
+        "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        "length": (
+            "A scaling that depends on the length",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
+        ),
+    },
 )
 async def inspect(request: Request) -> Response:
     """Compute the frequencies and factors of a rotary scaling for this model."""
@@ -202,21 +200,19 @@ async def inspect(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/rotary/curves",
-    Operation(
-        body=RotaryCurvesRequest,
-        response=RotaryCurves,
-        errors=BODY_ERRORS,
-        examples={
-            "scaled": (
-                "A scaling",
-                {
-                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-                    "positions": [0, 1, 100],
-                    "distances": [0, 10, 1000],
-                },
-            )
-        },
-    ),
+    body=RotaryCurvesRequest,
+    response=RotaryCurves,
+    errors=BODY_ERRORS,
+    examples={
+        "scaled": (
+            "A scaling",
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                "positions": [0, 1, 100],
+                "distances": [0, 10, 1000],
+            },
+        )
+    },
 )
 async def curves(request: Request) -> Response:
     """Compute the effects of a scaling by position and distance: cosines and sines, RoFormer's bound, and slow pairs."""

@@ -67,15 +67,15 @@ class ApiRouter(APIRouter):
         self.operations: dict[tuple[str, str], Operation] = {}
 
     def endpoint(
-        self, method: str, path: str, operation: Operation, aliases: Sequence[str] = (), *, limited: bool = True
+        self, method: str, path: str, *, aliases: Sequence[str] = (), limited: bool = True, **description: Any
     ) -> Callable[[F], F]:
-        """Decorator of a route function. aliases: further paths, which the document omits.
+        """Decorator of a route function. aliases: further paths, which the document omits. description: see `Operation`.
 
         limited: whether requests count toward the limits of their API key. Only those that report a state which is known
         anyway may be free.
         """
         route_class = LimitedRoute if limited else APIRoute
-        self.operations[path.replace(":path}", "}"), method.lower()] = operation
+        self.operations[path.replace(":path}", "}"), method.lower()] = Operation(**description)
 
         def decorate(function: F) -> F:
             for alias in aliases:

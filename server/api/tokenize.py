@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import response_too_large
@@ -129,15 +129,13 @@ _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begi
 @router.endpoint(
     "POST",
     "/tokenize",
-    Operation(
-        body=TokenizeRequest,
-        response=TokenizeAnswer,
-        errors=BODY_ERRORS,
-        examples={
-            "text": ("A text", {"prompt": "The king said"}),
-            "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
-        },
-    ),
+    body=TokenizeRequest,
+    response=TokenizeAnswer,
+    errors=BODY_ERRORS,
+    examples={
+        "text": ("A text", {"prompt": "The king said"}),
+        "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
+    },
 )
 async def tokenize(request: Request) -> Response:
     """Tokenize a text, or a conversation as rendered by the chat template."""
@@ -175,13 +173,11 @@ def _chat_options(body: TokenizeRequest | TemplateRequest) -> ChatOptions:
 @router.endpoint(
     "POST",
     "/apply_template",
-    Operation(
-        body=TemplateRequest,
-        response=TemplateAnswer,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A conversation", _QUESTION)},
-    ),
-    aliases=("/apply-template",),  # llama.cpp's spelling
+    aliases=("/apply-template",),
+    body=TemplateRequest,
+    response=TemplateAnswer,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A conversation", _QUESTION)},
 )
 async def apply_template(request: Request) -> Response:
     """Render a conversation with the chat template: the text that a chat of these messages continues."""
@@ -200,12 +196,10 @@ async def apply_template(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/detokenize",
-    Operation(
-        body=DetokenizeRequest,
-        response=DetokenizeAnswer,
-        errors=BODY_ERRORS,
-        examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
-    ),
+    body=DetokenizeRequest,
+    response=DetokenizeAnswer,
+    errors=BODY_ERRORS,
+    examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
 )
 async def detokenize(request: Request) -> Response:
     """Decode token ids."""
