@@ -99,7 +99,6 @@ _ERROR_EXAMPLES = (
         429,
         "4096 requests are in progress, the limit of this server",
         code="too_many_requests",
-        type="rate_limit_error",
     ),
     ApiError(431, "the headers are larger than 65536 bytes", code="request_too_large"),
     ApiError(500, "the server failed on this request; its log has details under this x-request-id"),

@@ -177,7 +177,6 @@ class Callers:
         raise ApiError(
             429,
             f"{message}: try again in {max(1, math.ceil(seconds))} s",
-            type="rate_limit_error",
             code="rate_limit_exceeded",
             retry_after=max(1, math.ceil(seconds)),
         )

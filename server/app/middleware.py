@@ -209,7 +209,6 @@ class BodyReservation:
                     429,
                     f"the bodies of {whose} may have {limit} bytes together: wait until others are answered, or send less "
                     "at once",
-                    type="rate_limit_error",
                     code="too_many_bytes",
                     retry_after=1,
                     headers={"connection": "close"},  # the rest of the body is not read

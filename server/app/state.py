@@ -100,7 +100,6 @@ class SerialExecutor:
             raise ApiError(
                 429,
                 f"{MAX_WAITING} such requests are already waiting: try again later",
-                type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
             )
@@ -204,7 +203,6 @@ class ServerState:
             raise ApiError(
                 429,
                 f"{self.in_flight} requests are in progress, the maximum of this server",
-                type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=retry_after,
             )

@@ -122,7 +122,6 @@ class EngineOptions:
     )
     weight_cache: str | None = Panel.MODEL.option(
         folder("a folder, or model for one in the model's directory", "beside", aliases={"model": "beside"}),
-        default=None,
         sets="loading.weight_cache",
         help="Folder in which quantized weights are stored for the next start; model: a folder in the model's directory. "
         "Default: none.",
@@ -136,7 +135,6 @@ class EngineOptions:
     )
     max_model_len: int | None = Panel.CONTEXT.option(
         TOKENS_OR_AUTO,
-        default=None,
         sets="max_model_len",
         main=True,
         help="Longest prompt and output together, in tokens, such as 8k; may exceed the model's length. Default, and auto: "
@@ -144,7 +142,6 @@ class EngineOptions:
     )
     shift_context: int | None = Panel.CONTEXT.option(
         TOKENS,
-        default=None,
         scope="key",
         sets="context.shift_context",
         reported=True,
@@ -152,7 +149,6 @@ class EngineOptions:
     )
     max_total_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
-        default=None,
         scope="key",
         sets="context.max_total_tokens",
         reported=True,
@@ -179,7 +175,6 @@ class EngineOptions:
     )
     kv_cache_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
-        default=None,
         sets="cache.memory",
         main=True,
         help="Memory for cached keys and values, such as 4GiB or 500MB. Default: half of the free memory on a CPU, the rest of "
@@ -187,7 +182,6 @@ class EngineOptions:
     )
     gpu_memory_utilization: float | None = Panel.CONTEXT.option(
         non_negative_number("a share above 0 and at most 1", "SHARE"),
-        default=None,
         sets="cache.device_share",
         help="Share of a GPU's memory that the engine may use, weights and steps included. Excludes --kv-cache-memory. "
         "Default: 0.9.",
@@ -207,21 +201,18 @@ class EngineOptions:
     )
     kv_persist: str | None = Panel.CONTEXT.option(
         folder("a folder"),
-        default=None,
         sets="cache.persist",
         help="Folder for cached keys and values, which are then reused after a restart or by another server of this model. "
         "Readers of the folder can recover parts of prompts. Default: none.",
     )
     kv_persist_size: int | None = Panel.CONTEXT.option(
         MEMORY,
-        default=None,
         scope="key",
         sets="cache.persist_size",
         help="Limit of the files in the kv-persist folder; the least recently used are deleted. Default: 4GiB.",
     )
     kv_host_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
-        default=None,
         sets="cache.host_memory",
         help="On a GPU: main memory for blocks that the cache evicts. Default: none.",
     )
@@ -230,7 +221,6 @@ class EngineOptions:
             SCALING_EXAMPLE,
             f"a mapping such as {SCALING_EXAMPLE}, a text such as 'yarn 4', the name of a profile, or auto",
         ),
-        default=None,
         sets="rotary.scaling",
         main=True,
         help=f"Rotary scaling, such as 'yarn 4' or '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling "
@@ -243,14 +233,12 @@ class EngineOptions:
             metavar="NAME=SCALING",
             parameter=list[str],
         ),
-        default=None,
         main=True,
         in_llm=True,
         help="A scaling that requests may use by its name, such as 'long=yarn 4'; repeatable.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
-        default=None,
         sets="rotary.update",
         reported=True,
         help="Policy for cached keys when frequencies that depend on length change: frozen (they never change), recompute "
@@ -258,7 +246,6 @@ class EngineOptions:
     )
     lora: list[str] | None = Panel.ADAPTERS.option(
         texts("NAME=DIR"),
-        default=None,
         main=True,
         in_llm=True,
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
@@ -302,7 +289,6 @@ class EngineOptions:
     )
     speculative_model: str | None = Panel.SPECULATION.option(
         text("the name or path of a model", "MODEL"),
-        default=None,
         sets="scheduling.speculation.model",
         main=True,
         reported=True,
@@ -339,7 +325,6 @@ class EngineOptions:
     )
     threads: int | None = Panel.BATCHING.option(
         integer(),
-        default=None,
         sets="compute.threads",
         main=True,
         help="CPU threads of each rank, at most 1,024. Default: torch's choice.",

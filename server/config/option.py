@@ -56,9 +56,9 @@ class Panel(StrEnum):
     CONNECTIONS = "Connections"
     CLUSTER = "Cluster"
 
-    def option(self, kind: Kind, *, default: Any, **description: Any) -> Any:
-        """A field of a class decorated with `options`. The parameters are the fields of `Option`."""
-        description["in_llm"] = description.get("in_llm", False) or "sets" in description
+    def option(self, kind: Kind, *, default: Any = None, **description: Any) -> Any:
+        """A field of a class decorated with `options`. The parameters are the fields of `Option`. default: None for absent."""
+        description.setdefault("in_llm", "sets" in description or "reported" in description)
         return field(
             default=default, metadata={"option": Option(kind=kind, default=default, panel=self, **description)}
         )
@@ -85,7 +85,7 @@ class Option:
 
     sets: path of the engine field that gets its value. convert: makes the field's value of the option's. main: shown by
     `--help`; the others by `--help-all`. reported: shown at start if it is not at its default. in_llm, in_ray: whether `LLM`
-    and `windlass ray deploy` accept it.
+    and `windlass ray deploy` accept it; `LLM` accepts those that set an engine field or are reported.
     """
 
     name: str = ""

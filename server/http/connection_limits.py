@@ -156,7 +156,6 @@ ADDRESS_FULL = PreparedResponse(
     ApiError(
         429,
         "this address has reached its limit of connections: close some of them, or reuse them",
-        type="rate_limit_error",
         code="too_many_connections",
         retry_after=RETRY_AFTER_SECONDS,
     )

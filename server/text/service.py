@@ -126,7 +126,6 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
         return ApiError(
             429,
             "too much text is waiting to be tokenized: try again later",
-            type="rate_limit_error",
             code="too_much_text",
             retry_after=1,
         )
@@ -135,7 +134,6 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
         return ApiError(
             429,
             f"{error} repeatedly: wait {seconds} s, and change {param}",
-            type="rate_limit_error",
             code="too_many_crashes",
             retry_after=seconds,
         )
