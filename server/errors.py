@@ -26,7 +26,6 @@ SERVER_ERROR = "server_error"
 # Codes of errors without a code of their own, by status.
 _DEFAULT_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
 _SHORTEN_ADVICE = "shorten the prompt or set truncate_prompt_tokens"
-
 MESSAGES_PATH = "/v1/messages"
 
 # Anthropic's error types, by status.

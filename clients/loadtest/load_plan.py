@@ -16,7 +16,6 @@ from windlass.clients.loadtest.results import SLO_MEASURES
 from windlass.clients.loadtest.target import LoadTestError, Target
 
 MAX_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mistyped rate would exhaust the memory
-
 _DISTRIBUTIONS = ("uniform", "normal", "lognormal")
 _LENGTH_FORMS = "128, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD"
 _SCALING_FORMS = '\'{"rope_type": "yarn", "factor": 4}\', "yarn 4", the name of a profile, or null'

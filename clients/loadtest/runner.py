@@ -183,7 +183,6 @@ TICK_SECONDS = 0.02
 # Beyond these limits the figures describe the generator rather than the server.
 BUSY_LIMIT = 0.9
 LAG_LIMIT_MS = 25.0
-
 _PROGRESS_SECONDS = 0.5
 
 # Requests prepared before the run, so that their preparation does not disturb it. Further ones are prepared during the run.

@@ -27,7 +27,6 @@ _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # responses are as without 
 _VOLATILE_FIELDS = frozenset({"created", "permission"})
 
 _RESERVED_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
-
 _CONTROL_SECONDS = 30.0
 _METRICS_SECONDS = 5.0  # a server that no longer responds must not delay the report
 

@@ -51,7 +51,6 @@ _DISABLED_VALUES: dict[str, dict[str, Any]] = {
 }
 
 _SAMPLER_NAMES = frozenset(SAMPLERS.values())
-
 DEFAULT_TOKENS = 1024  # of an answer, as many models never end one in a gap by themselves
 
 router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")

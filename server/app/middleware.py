@@ -24,9 +24,7 @@ from windlass.server.errors import ApiError, body_too_large, error_response, int
 from windlass.server.observability.logging import current_request, request_id, response_headers
 
 _AUTHORITY = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[\w.-]{1,254}))(?::(?P<port>[0-9]*))?", re.ASCII)
-
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-
 _MAX_SHOWN = 200  # characters of a header in a message
 
 
@@ -129,9 +127,7 @@ UNCOUNTED_BYTES = 64 * 1024  # of each body; the number of such requests is limi
 DRAIN_FACTOR = 2
 
 DRAIN_SECONDS = 10.0
-
 _REQUEST_ID_HEADER = b"x-request-id"
-
 _VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
 _logger = logging.getLogger("windlass.server")

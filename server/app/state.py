@@ -64,9 +64,7 @@ class HealthConditions:
 T = TypeVar("T")
 
 MIN_CACHE_SECONDS = 0.2
-
 _CACHE_COST_FACTOR = 20.0  # cached for this many times its cost, so it takes at most a twentieth of the time
-
 MAX_WAITING = 8
 
 

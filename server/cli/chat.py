@@ -365,7 +365,6 @@ def show_rotary(rotary: Rotary) -> str:
 
 
 _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
-
 _SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
 

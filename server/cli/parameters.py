@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from windlass.clients import APIError
 
 MAX_BYTES = 1024 * 1024
-
 _EMPTY = ("", "~", "null", "Null", "NULL")
 
 # Older typers use click's exceptions, newer ones their own copy of them.

@@ -25,7 +25,6 @@ from windlass.engine.errors import with_place
 from windlass.server.cli.parameters import with_key_hint
 
 _PREFIX = "windlass_"
-
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -222,11 +221,8 @@ def typed_keys() -> Iterator[Keys]:
 
 
 MAX_SCALINGS = 8
-
 _NAME = 24  # columns of a scaling's name
-
 _BAR = 20
-
 _GOOD = "ready"
 
 

@@ -43,11 +43,8 @@ from windlass.server.config.option import (
 from windlass.server.config.rope_profiles import is_profile_name, parse_profiles
 
 NAME_RULE = "1 to 128 letters, digits, dots, hyphens, underscores and slashes, a letter or digit first"
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-
 _NO_SCALING = "none"  # in thresholds: the model's own frequencies
-
 _THRESHOLDS_EXAMPLE = "auto,8192=none,32768=long"
 
 

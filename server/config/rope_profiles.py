@@ -14,13 +14,9 @@ from windlass.engine.rotary.scaling_fields import KNOWN
 from windlass.engine.rotary.scaling_text import parse_scaling
 
 OPTION = "`rope_profile`"
-
 DEFAULT_NAME = "default"  # name of the scaling of requests that set none
-
 EXAMPLE = 'long="yarn 4"'
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
 _PREFIX_OF_NAME = re.compile(r"\s*([^\s={}]*)=")
 
 # A word after a short form that begins the next profile: unlike a field, its value is a kind or an object.

@@ -51,9 +51,7 @@ from windlass.server.config.settings import (
 )
 
 LOG_FORMATS = ("text", "json")
-
 GENERATION_CONFIG_FILE = "generation_config.json"
-
 NO_GENERATION_CONFIG = ("none", "vllm")  # the second is vLLM's word
 
 REASONING_PARSERS = (
@@ -105,15 +103,10 @@ TOOL_CALL_PARSERS = (
 )
 
 MAX_REPLICAS = 1024
-
 _SAMPLING_EXAMPLE = '{"temperature": 0.7}'
-
 ANY_NAME = "*"  # among the model's names: requests may use any
-
 _KWARGS_EXAMPLE = '{"enable_thinking": false}'
-
 _EXACT = "exact"
-
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _Test = Callable[[float], bool]
@@ -128,7 +121,6 @@ _NUMBERS: dict[str, tuple[_Test, str]] = {
 }
 
 _FIELDS = (*_NUMBERS, "top_k", "do_sample")
-
 _MAX_INT32 = 2**31 - 1
 
 

@@ -45,9 +45,7 @@ UNSENT_BYTES = 64 * 1024
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _FOLDED = re.compile(rb"\n[ \t]")
-
 _CONTENT_LENGTH = re.compile(rb"\ncontent-length:([^\n]*)", re.IGNORECASE)
-
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 
 # More digits than h11 reads as the size of a chunk.

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from windlass.server.observability.logging import RateLimitedLogger
 
 HEARTBEAT_SECONDS = 0.1  # between two heartbeats of the loop
-
 STALL_SECONDS = 1.0  # without a heartbeat: logged, and reported by `/health`
-
 _FRAMES = 8  # of a stack, the innermost ones
 
 _logger = logging.getLogger("windlass.server")

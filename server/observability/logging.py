@@ -15,7 +15,6 @@ from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_
 from windlass.server.config.option_names import with_option_names
 
 CALLER_NAME = "windlass.caller_name"  # in a scope: the name of the caller's API key, if it has one
-
 LOG_INTERVAL_SECONDS = 60.0
 
 current_request: ContextVar[Scope | None] = ContextVar("windlass-request", default=None)

@@ -151,17 +151,11 @@ def stats_families(
 
 
 _SUBSECOND_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
-
 _FIRST_TOKEN_BUCKETS = (*_SUBSECOND_BUCKETS, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-
 _TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-
 _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-
 _LENGTH_BUCKETS = tuple(step * 10**power for power in range(8) for step in (1, 2, 5))
-
 _SAMPLE_BUCKETS = (1, 2, 5, 10, 20)
-
 _VLLM_GAUGES = SHARED_GAUGES | {"gpu_cache_usage_perc": ("kv_cache_usage", "Older name of kv_cache_usage_perc.")}
 
 _VLLM_COUNTERS = SHARED_COUNTERS | {
@@ -396,11 +390,8 @@ class ScalingCollector(Collector):
 
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-
 STATS_SECONDS = 2.0  # if the engine takes longer, its last known statistics are used
-
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-
 _LONG_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 
 _GAUGES = SHARED_GAUGES | {
@@ -482,7 +473,6 @@ _PERSIST_COUNTERS = {
 }
 
 MAX_ADAPTER_LABELS = 64  # names of adapters in labels, during the life of a server
-
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
 
 # Exported from the start: Prometheus cannot see an increase that creates a series.

@@ -78,15 +78,12 @@ IGNORED_FIELDS: Mapping[str, str] = {
 }
 IGNORED_HEADER = "x-windlass-ignored"
 MAX_REPORTED = 32  # names in that header
-
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_FREE_FORM = 100_000  # values inside free-form JSON
 MAX_NAME = 64  # characters of an unknown field's name in an error
-
 MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 MAX_STOPS, MAX_STOP_CHARS = 64, 256
-
 _TOKEN = {"type": "integer", "minimum": 0}
 HOSTED_TAG = "[hosted]"
 OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths

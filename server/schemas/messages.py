@@ -44,7 +44,6 @@ MAX_BLOCKS = 4096
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
-
 _KEEPS_ALL = ("all", {"type": "all"})
 
 # These details make the anthropic package's tool runner send the entire conversation each time.

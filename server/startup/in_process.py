@@ -58,9 +58,7 @@ T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 
 _URL = "http://in-process"
-
 _LEAVE_SECONDS = 5.0
-
 _CLOSED = "this model was closed: create another LLM"
 
 _FORKED = (

@@ -68,15 +68,10 @@ if TYPE_CHECKING:
     from windlass.server.http.server import HttpServer
 
 AFTER_GRACE_SECONDS = 2.0  # after the grace period, at most, until the process has ended; of these:
-
 ABORT_SECONDS = 0.6  # for streams to send their error event
-
 HTTP_SECONDS = 0.7  # for uvicorn's own steps once no client is connected
-
 INTERPRETER_EXIT_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
-
 CLOSE_SECONDS = 5.0  # for requests other than generation, if the grace period is that long
-
 _UNLIMITED_SECONDS = 1e8  # three years: means no limit
 
 
@@ -155,7 +150,6 @@ async def _idle(state: ServerState, deadline: float) -> bool:
 
 
 TRIM_BYTES = 1 << 20
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 

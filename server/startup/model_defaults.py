@@ -29,13 +29,9 @@ from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.text.template_facts import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
-
 OVERRIDE_OPTION = "--override-generation-config"
-
 _ADVICE = "correct the file, or start with `generation_config=none`"
-
 _QWEN3 = "qwen3"
-
 _QWEN3_TOKENS = ("yes", "no")
 
 

@@ -33,19 +33,12 @@ DOWNLOAD_PATTERNS = (
 )
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
-
 _REVISION = re.compile(r"[\w][\w.\-/]*")  # and names of GGUF files
-
 _PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-
 _CONNECT_SECONDS = 5.0
-
 _TRUE = frozenset({"1", "true", "yes", "on"})
-
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-
 _MAX_LISTED = 24  # files in an error message
-
 _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
 
 

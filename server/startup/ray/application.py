@@ -48,19 +48,12 @@ from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRout
 from windlass.server.startup.ray.wire import DeploymentSpec, version_mismatch
 
 NAMESPACE = "windlass"
-
 HEAD_RESOURCE = "node:__internal_head__"  # Ray's name of a resource that only the head node has
-
 INGRESS_CPUS = 0.5
-
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to close its connections
-
 REUSE_SECONDS = 1.0  # for a client to reuse its connection once more and to learn that it closes
-
 CONNECT_SECONDS = 5.0  # to reach the cluster or a deployment
-
 _HANDOVER_SECONDS = 10.0
-
 _ERROR = re.compile(r"(?:LoadError|OptionError|RequestError|RuntimeError|RayServeException): (.+)")
 
 

@@ -36,11 +36,8 @@ from windlass.server.startup.ray.wire import (
 )
 
 MAX_TRIES = 3  # replicas that a request is sent to if none of them has begun with it
-
 POLL_SECONDS = 1.0  # between two reports of the replicas
-
 REPORT_TIMEOUT_SECONDS = 2.0
-
 LOST = (RayError, RayServeException)
 
 _logger = logging.getLogger("windlass.server")

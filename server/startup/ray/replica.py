@@ -38,11 +38,8 @@ from windlass.server.startup.ray.wire import (
 )
 
 CACHE_HELD = "cache_held"  # name of the metric: share of a replica's cache that running requests hold, 0 to 1
-
 TARGET_CACHE_USE = 0.8  # of all caches together; above it a replica is added before requests wait or are preempted
-
 POLL_SECONDS = 2.0  # between two inspections of the cache, which take place between two engine steps
-
 GATHER_SECONDS = 0.01  # in which outputs of one stream are gathered, as Ray takes half a millisecond for each item
 
 _logger = logging.getLogger("windlass.server")

@@ -30,7 +30,6 @@ _SPACES = r"[\t\n\f\r\u061c\u1680\u200b\u200c\u200e\u200f\u2028\u2029\u2581\ufef
 _SPACE_BEFORE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 _MAX_SPACES = 2**31 - 1  # SentencePiece removes all leading spaces of decoded text if it strips spaces
 _TILDE, _TILDE_PLACEHOLDER = "\uff5e", "\ufdd0"  # full-width tilde, and a noncharacter that replaces it during NFKC
-
 _PIECE_TAG = b"\n"  # the byte before each piece, and before the text in it; seldom elsewhere
 _Field = descriptor_pb2.FieldDescriptorProto
 _FIELD_TYPES = {bytes: _Field.TYPE_BYTES, bool: _Field.TYPE_BOOL, int: _Field.TYPE_INT32, float: _Field.TYPE_FLOAT}
