@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic_core import to_json
@@ -21,10 +21,8 @@ from windlass._version import __version__
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import EngineError, nearest
 from windlass.server.api import (
-    adapters,
     chat,
     completions,
-    health,
     infill,
     introspection,
     messages,
@@ -51,10 +49,7 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
 from windlass.server.openapi import openapi_document
 from windlass.server.schemas.base import IGNORED_HEADER
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
-
+from windlass.server.text.tokenizer import Tokenizer
 
 _PATH_SIMILARITY = (
     0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
@@ -71,10 +66,10 @@ _ROUTERS = (
     pooling.classes_router,
     tokenize.router,
     models.router,
-    adapters.router,
+    models.adapters_router,
     rotary.router,
-    introspection.router,
-    health.router,
+    introspection.inside_router,
+    introspection.health_router,
 )
 
 

@@ -19,8 +19,7 @@ from windlass.server.app.response_store import ResponseStore
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.observability.event_loop_monitor import STALL_SECONDS
-from windlass.server.observability.logging import current_request, response_headers
+from windlass.server.observability.logging import STALL_SECONDS, current_request, response_headers
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.text.reasoning import ThinkingControl

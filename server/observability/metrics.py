@@ -56,12 +56,6 @@ SHARED_COUNTERS = {
 }
 
 
-class HistogramObserver(Protocol):
-    """An object that records observations."""
-
-    def observe(self, value: float, count: int = 1) -> None: ...
-
-
 class Histogram(Collector):
     """Counts of observations by bucket.
 
@@ -99,12 +93,15 @@ class Histogram(Collector):
 class FanOutObserver:
     """Passes each observation to several histograms."""
 
-    def __init__(self, *observers: HistogramObserver) -> None:
+    def __init__(self, *observers: Histogram) -> None:
         self._observers = observers
 
     def observe(self, value: float, count: int = 1) -> None:
         for observer in self._observers:
             observer.observe(value, count)
+
+
+HistogramObserver = Histogram | FanOutObserver
 
 
 def histogram_family(

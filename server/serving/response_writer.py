@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
@@ -14,10 +14,7 @@ from windlass.server.errors import response_too_large
 from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.job import GenerationJob, envelope
 from windlass.server.text.service import Prompt
-from windlass.server.text.tokenizer import TextOffsets
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.tokenizer import TextOffsets, Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 

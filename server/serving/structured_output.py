@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import ChatRequest
@@ -15,11 +15,9 @@ from windlass.server.schemas.generation import GenerationRequest
 from windlass.server.schemas.tools import ALLOWED_TOOLS, FunctionDefinition, as_tool_definitions
 from windlass.server.text.reasoning import HARMONY, ThinkingControl, ThinkingFormat, ThinkingPhase
 from windlass.server.text.stream_parser import MAX_CALLS, CallOptions, ParsingPlan
+from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.tool_parsers.call_grammars import CallGrammarOptions
 from windlass.server.text.tool_parsers.formats import PLAIN_JSON, format_of
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
 MAX_VALUES = 50_000  # objects, lists, strings and numbers in a schema

@@ -40,8 +40,7 @@ from windlass.server.config.server_options import (
 from windlass.server.config.settings import ServerSettings
 from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
 from windlass.server.http.listener import listen_tcp, listen_unix, make_tls_context
-from windlass.server.observability.event_loop_monitor import EventLoopMonitor
-from windlass.server.observability.logging import log_to_stderr
+from windlass.server.observability.logging import EventLoopMonitor, log_to_stderr
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.default_model import DEFAULT_MODELS
 from windlass.server.startup.derived_files import ensure_tokenizer

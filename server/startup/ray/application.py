@@ -41,7 +41,7 @@ from windlass.server.config.settings import Binding
 from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
 from windlass.server.http.listener import listen_tcp
 from windlass.server.http.server import HttpServer
-from windlass.server.observability.event_loop_monitor import EventLoopMonitor
+from windlass.server.observability.logging import EventLoopMonitor
 from windlass.server.startup.launch import make_app, prepare, read_template
 from windlass.server.startup.ray.client import RayClient
 from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, scale_by_requests_and_cache
