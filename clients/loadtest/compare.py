@@ -20,7 +20,6 @@ _PER_RUN_SETTINGS = {"seed"}  # settings that may differ between the runs of one
 _CACHE_MEASURES = ("cached", "reused")  # shares of a prompt, averaged over requests
 
 Side = Sequence[RunResult]
-
 Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
 

@@ -310,9 +310,7 @@ def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `
 
 
 @app.command()
-def models(
-    as_json: AsJson = False,
-) -> None:
+def models(as_json: AsJson = False) -> None:
     """List the models with a short name, and those on this machine."""
     from windlass.server.cli.models import list_models
 

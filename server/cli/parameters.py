@@ -179,15 +179,10 @@ def _annotation(option: Option) -> Any:
 
 
 Engine = Annotated[EngineOptions, dependency(EngineOptions)]
-
 Sampling = Annotated[SamplingOptions, dependency(SamplingOptions)]
-
 Server = Annotated[ServerOptions, dependency(ServerOptions)]
-
 Connections = Annotated[ConnectionOptions, dependency(ConnectionOptions)]
-
 Replicas = Annotated[ReplicaOptions, dependency(ReplicaOptions)]
-
 Cluster = Annotated[ClusterOptions, dependency(ClusterOptions)]
 
 ModelArgument = Annotated[
@@ -224,9 +219,7 @@ def config_option() -> Any:
 
 
 ServerKey = Annotated[str | None, variable_option("--api-key", help="API key of the server at --url.")]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")]
-
 Config = Annotated[Path | None, config_option()]
 
 

@@ -35,7 +35,6 @@ from windlass.server.config.server_options import SamplingOptions
 from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest
 
 Model = TypeVar("Model", bound=BaseModel)
-
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 

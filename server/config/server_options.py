@@ -191,10 +191,7 @@ class ServerOptions(SamplingOptions):
         help="Address to listen on; 0.0.0.0 for all addresses.",
     )
     port: int = Panel.NETWORK.option(
-        integer(0, 65535),
-        default=8000,
-        main=True,
-        help="Port to listen on; 0 chooses a free port.",
+        integer(0, 65535), default=8000, main=True, help="Port to listen on; 0 chooses a free port."
     )
     uds: Path | None = Panel.NETWORK.option(
         path("PATH"),
@@ -402,9 +399,7 @@ class ServerOptions(SamplingOptions):
         help="Append a line of JSON per generation request, without any text. `windlass replay` repeats it.",
     )
     record_text: bool = Panel.OPERATION.option(
-        SWITCH,
-        default=False,
-        help="Also record prompts as token ids, and digests of answers.",
+        SWITCH, default=False, help="Also record prompts as token ids, and digests of answers."
     )
     record_limit: int = Panel.OPERATION.option(
         MEMORY,
@@ -630,9 +625,7 @@ class ClusterOptions:
         help="With a range: running and waiting requests per replica, above which one is added.",
     )
     scale_up_seconds: float = Panel.CLUSTER.option(
-        seconds(),
-        default=10.0,
-        help="Seconds with more requests after which a replica is added.",
+        seconds(), default=10.0, help="Seconds with more requests after which a replica is added."
     )
     scale_down_seconds: float = Panel.CLUSTER.option(
         seconds(),

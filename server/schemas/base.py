@@ -294,7 +294,6 @@ SequenceBreakers = Annotated[
 ]
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 
 RequestedModel = Annotated[
@@ -360,7 +359,6 @@ TextsOrTokens = Annotated[
 ]
 
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
-
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 
 

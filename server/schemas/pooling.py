@@ -13,10 +13,7 @@ from windlass.server.schemas.response_parts import Envelope
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
-Input = Annotated[
-    TextsOrTokens,
-    Field(description="Texts or token ids; at most 2,048."),
-]
+Input = Annotated[TextsOrTokens, Field(description="Texts or token ids; at most 2,048.")]
 
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,

@@ -67,7 +67,6 @@ PromptLogprobs = Annotated[
 ]
 
 PromptTokenIds = Annotated[list[int] | None, Field(description="Ids of the prompt's tokens, if requested.")]
-
 TokenIds = Annotated[list[int] | None, Field(description="Ids of the generated tokens, if requested.")]
 
 StopReasonField = Annotated[
@@ -75,7 +74,6 @@ StopReasonField = Annotated[
 ]
 
 FinishReason = Literal["stop", "length"]
-
 ScalingValue = float | int | bool | str | list[float]
 
 EffectiveLength = Annotated[

@@ -47,7 +47,6 @@ MAX_ITEMS = 16384
 MAX_PARTS = 4096
 
 Id = Annotated[str, Field(max_length=256)]
-
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 INCOMPLETE = "incomplete"

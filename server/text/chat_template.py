@@ -194,11 +194,7 @@ class ChatTemplate:
             chat = _prepare_messages(messages, self._plain_reasoning, null_content)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
             scope = {"documents": None, **self._special_tokens, **extra}
-            scope.update(
-                messages=chat,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
+            scope.update(messages=chat, tools=tools, add_generation_prompt=add_generation_prompt)
             text = self._generate(scope)
             return text if final is None else _strip_from_tag(text, final)
         except ChatTemplateError:

@@ -388,10 +388,7 @@ _BAILING = WordRules(
 )
 
 _RULES_BY_NAMES: tuple[tuple[str, WordRules], ...] = (
-    (
-        DEFAULT,
-        WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    ),
+    (DEFAULT, WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
     ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3_RULES),
     ("dbrx smaug-bpe chatglm-bpe", WordRules((_LLAMA3,))),
     ("glm4 glm5", WordRules((_LLAMA3,), whole_words=True)),
