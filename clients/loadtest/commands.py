@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from windlass.clients._version import __version__
 from windlass.clients.terminal import (
     CommandError,
     check_outputs,
+    option,
     print_status,
     run_app,
     stop_on_signals,
@@ -36,12 +38,8 @@ DEFAULT_PROMPTS = 32
 
 
 def _panel(title: str) -> Callable[..., Any]:
-    """Constructor of options that are listed in a panel of the help text, by default under the name of their field."""
-
-    def option(help: str, *names: str, **more: Any) -> Any:
-        return typer.Option(*names, help=help, rich_help_panel=title, **more)
-
-    return option
+    """`option` of options that are listed in a panel of the help text."""
+    return partial(option, rich_help_panel=title)
 
 
 _server, _load, _workload, _slo, _output = map(_panel, ("Server", "Load", "Workload", "Targets", "Output"))
@@ -458,13 +456,13 @@ async def _run(plan: LoadPlan, slo: SloOptions) -> tuple[RunResult | SweepResult
 def _write(result: RunResult | SweepResult, writers: Sequence[tuple[str, Path, Callable[[Any, Path], None]]]) -> None:
     """Write every file, even where another fails. Raises CommandError naming those that failed."""
     failures = []
-    for option, path, write in writers:
+    for flag, path, write in writers:
         try:
             write(result, path)
         except OSError as error:  # the error of a full disk does not name the file
-            failures.append(f"cannot write {option} {path}: {error.strerror or error}")
+            failures.append(f"cannot write {flag} {path}: {error.strerror or error}")
         except ValueError as error:
-            failures.append(f"cannot write {option} {path}: {error}")
+            failures.append(f"cannot write {flag} {path}: {error}")
     if failures:
         raise CommandError("; ".join(failures))
 
@@ -485,14 +483,12 @@ def _show(result: RunResult | SweepResult) -> None:
 
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="JSON...", help="Files of `serve --json`: runs or sweeps.")],
-    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The self-contained page to write.")],
+    html: Annotated[Path, option("The self-contained page to write.", metavar="FILE")],
     name: Annotated[
         list[str] | None,
-        typer.Option(
-            "--name", help="Name of a run, once per file, in the order of the files. Default: the name of the file."
-        ),
+        option("Name of a run, once per file, in the order of the files. Default: the name of the file."),
     ] = None,
-    title: Annotated[str | None, typer.Option("--title", help="Heading of the page.", show_default=False)] = None,
+    title: Annotated[str | None, option("Heading of the page.", show_default=False)] = None,
 ) -> None:
     """Write one HTML page of a run, of a sweep, or of several runs to compare."""
     from windlass.clients.loadtest.report import write_html
@@ -546,14 +542,10 @@ def compare(
             help="Baseline runs, and after -- the runs that may be better or worse. Two files need no --.",
         ),
     ],
-    confidence: Annotated[
-        float, typer.Option("--confidence", help="Confidence level of the intervals, such as 0.95.")
-    ] = 0.95,
-    resamples: Annotated[int, typer.Option("--resamples", min=100, help="Resamples of the bootstrap.")] = 2000,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Seed of the bootstrap. Equal seeds give equal results.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    confidence: Annotated[float, option("Confidence level of the intervals, such as 0.95.")] = 0.95,
+    resamples: Annotated[int, option("Resamples of the bootstrap.", min=100)] = 2000,
+    seed: Annotated[int, option("Seed of the bootstrap. Equal seeds give equal results.", min=0)] = 0,
+    as_json: Annotated[bool, option("Write one JSON object and nothing else.", "--json")] = False,
 ) -> None:
     """Compare runs B with runs A: for each measure the difference, its confidence interval and a verdict.
 

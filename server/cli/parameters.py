@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a separate package
 from typer.core import TyperCommand
 from typer_injector import Depends
 
+from windlass.clients.terminal import option
 from windlass.engine.errors import LoadError, did_you_mean, reason_of
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import foreign_option_hint, moved_option_hint
@@ -142,7 +143,7 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "problem", None) or error)
 
 
-def variable_option(flag: str, *, help: str, panel: str | None = None, metavar: str | None = None) -> Any:
+def variable_option(flag: str, help: str, *, panel: str | None = None, metavar: str | None = None) -> Any:
     """A typer option that also reads the environment variable of its name."""
     variable = "WINDLASS_" + flag.removeprefix("--").replace("-", "_").upper()
     return typer.Option(flag, help=help, envvar=variable, rich_help_panel=panel, metavar=metavar)
@@ -228,22 +229,18 @@ class GenerateOptions:
     """Options of `windlass generate`. temperature, top_p: None for those of the model or of the server."""
 
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")]
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation, in tokens.")] = 128
+    max_tokens: Annotated[int, option("Longest continuation, in tokens.")] = 128
     temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", help="0: always the most likely token. Default: the model's own sampling."),
+        float | None, option("0: always the most likely token. Default: the model's own sampling.")
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            "--top-p",
-            help="Sample from the most likely tokens with this total probability. Default: the model's own sampling.",
-        ),
+        option("Sample from the most likely tokens with this total probability. Default: the model's own sampling."),
     ] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed that makes sampling repeatable.")] = None
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to a chat model.")] = False
-    stats: Annotated[bool, typer.Option("--stats", help="Print the speed on standard error.")] = False
+    seed: Annotated[int | None, option("Seed that makes sampling repeatable.")] = None
+    stop: Annotated[list[str] | None, option("End before this text; repeatable.")] = None
+    chat: Annotated[bool, option("The prompt is a message to a chat model.", "--chat")] = False
+    stats: Annotated[bool, option("Print the speed on standard error.", "--stats")] = False
 
 
 # Parameters of the short help page in addition to a command's own options.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Annotated
 
-import typer
 from typer_injector import InjectingTyper
 
+from windlass.clients.terminal import option
 from windlass.engine.errors import LoadError
 from windlass.server.cli.parameters import (
     BriefHelp,
@@ -39,10 +39,10 @@ def deploy(
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "windlass",
+    name: Annotated[str, option("Name of the deployment.")] = "windlass",
     address: Annotated[
         str | None,
-        variable_option("--address", panel=Panel.CLUSTER, metavar="HOST:PORT", help="Address of the Ray cluster."),
+        variable_option("--address", "Address of the Ray cluster.", panel=Panel.CLUSTER, metavar="HOST:PORT"),
     ] = None,
 ) -> None:
     """Delete a deployment after its running requests have finished."""
