@@ -91,6 +91,14 @@ class RecordedLine(BaseModel):
         return self.outcome == OK
 
     @property
+    def expected_digests(self) -> tuple[str, ...] | None:
+        """Digests of the answers by choice; None if an equal request may get others."""
+        if not self.exact or not self.ended_well:
+            return None
+        digests = [answer.digest for answer in sorted(self.answers, key=lambda answer: answer.choice)]
+        return tuple(digest for digest in digests if digest is not None)
+
+    @property
     def tokens(self) -> int:
         """Number of tokens of the longest answer."""
         return max((answer.tokens for answer in self.answers), default=0)
@@ -183,10 +191,7 @@ def make_replay_request(recorded: RecordedLine, ordinary: Sequence[int]) -> Repl
     path = "/v1/completions"
     if recorded.prompt_token_ids is None:
         return ReplayRequest(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
-    expected = None
-    if recorded.exact and recorded.ended_well:
-        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        expected = tuple(digest for digest in digests if digest is not None)
+    expected = recorded.expected_digests
     if recorded.body is not None:
         kept = {name: value for name, value in recorded.body.items() if name not in _OMITTED_FIELDS}
         body = {
@@ -220,10 +225,6 @@ def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Seque
         kind |= {"normalize": rule.normalize}
         if rule.dimensions is not None:
             kind["dimensions"] = rule.dimensions
-    expected = None
-    if recorded.exact and recorded.ended_well:
-        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        expected = tuple(digest for digest in digests if digest is not None)
     ids = recorded.prompt_token_ids or _random_prompts(recorded, ordinary)
     body = {
         **recorded.fields,
@@ -233,7 +234,7 @@ def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Seque
         "encoding_format": "base64",
         "input": ids,
     }
-    return ReplayRequest(recorded, "/pooling", body, expected)
+    return ReplayRequest(recorded, "/pooling", body, recorded.expected_digests)
 
 
 def _common(recorded: RecordedLine) -> dict[str, Any]:

@@ -32,6 +32,20 @@ if TYPE_CHECKING:
 
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 OK = "ok"
+_SAMPLING_FIELDS = (
+    *(
+        "max_tokens",
+        "n",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+    ),
+    *("frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
+)
 P = ParamSpec("P")
 
 
@@ -272,22 +286,7 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
     """Fields of an equivalent completion request that contain no text of the client."""
     sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
     fields: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "n": sampling.n,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "seed": sampling.seed,
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "prompt_logprobs": sampling.prompt_logprobs,
+        **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
         "context_overflow": rule.overflow,
         "keep_tokens": rule.keep_tokens if rule.overflow == "shift" else None,
         "attention_window": rule.attention_window,

@@ -206,14 +206,8 @@ def rotary_object(
     report: RotaryReport, context: ContextReport | None, rule: ContextRule, dropped_turns: int | None
 ) -> dict[str, Any]:
     """The `rotary` field of a response. dropped_turns: of a chat, None if none may be dropped."""
-    shown: dict[str, Any] = {
-        "rope_type": report.rope_type,
-        "parameters": report.parameters,
-        "policy": report.policy,
-        "effective_length": report.effective_length,
-        "fingerprint": report.fingerprint,
-        "moves": report.moves,
-    }
+    names = ("rope_type", "parameters", "policy", "effective_length", "fingerprint", "moves")
+    shown: dict[str, Any] = {name: getattr(report, name) for name in names}
     if report.groups:
         shown["groups"] = report.groups
     context_fields = _context_object(context, rule)
@@ -234,12 +228,8 @@ def _context_object(report: ContextReport | None, rule: ContextRule) -> dict[str
     if rule.attention_window is not None:
         shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
     elif report.window is not None:
-        shown |= {
-            "window": report.window,
-            "kept_tokens": report.kept_tokens,
-            "dropped_tokens": report.dropped_tokens,
-            "shifts": report.shifts,
-        }
+        names = ("window", "kept_tokens", "dropped_tokens", "shifts")
+        shown |= {name: getattr(report, name) for name in names}
     if report.reused_passages:
         shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
     return shown

@@ -163,27 +163,18 @@ def prompt_logprobs_object(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], top: int
 ) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` of a response: an object by token id for each prompt token, null for the first."""
+
+    def describe(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": clamp_logprob(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+
     result: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:
             result.append(None)
             continue
-        described = {
-            str(token_id): {
-                "logprob": clamp_logprob(logprob),
-                "rank": rank,
-                "decoded_token": tokenizer.token_text(token_id),
-            }
-            for rank, (token_id, logprob) in enumerate(entry.top[:top], start=1)
-        }
-        described.setdefault(
-            str(entry.token_id),
-            {
-                "logprob": clamp_logprob(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": tokenizer.token_text(entry.token_id),
-            },
-        )
+        ranked = enumerate(entry.top[:top], start=1)
+        described = {str(token_id): describe(token_id, logprob, rank) for rank, (token_id, logprob) in ranked}
+        described.setdefault(str(entry.token_id), describe(entry.token_id, entry.logprob, entry.rank))
         result.append(described)
     return result
 
