@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from windlass.clients import types
 from windlass.clients._parse import loads
-from windlass.clients.message_types import ContentBlock, Message, MessageEvent, MessageUsage
-from windlass.clients.response_types import Response, ResponseEvent
+from windlass.clients.response_types import ContentBlock, Message, MessageEvent, MessageUsage, Response, ResponseEvent
 
 T = TypeVar("T")  # of a chunk
 Chunk = TypeVar("Chunk", types.CompletionChunk, types.ChatCompletionChunk)

@@ -14,7 +14,6 @@ from windlass.clients._accumulate import InfillAccumulator, MessageAccumulator, 
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._parse import AnswerType
 from windlass.clients._transport import CallFlow, run_async
-from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.options import (
     ChatOptions,
     ClassifyOptions,
@@ -37,7 +36,7 @@ from windlass.clients.options import (
     Timeout,
     TokenizeOptions,
 )
-from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
+from windlass.clients.response_types import Message, MessageEvent, Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import AsyncStream
 

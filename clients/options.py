@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 import httpx
 
-from windlass.clients.message_types import Message
-from windlass.clients.response_types import ResponseItem
+from windlass.clients.response_types import Message, ResponseItem
 from windlass.clients.types import ChatMessage
 
 TokenIds = Sequence[int]

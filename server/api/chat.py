@@ -17,9 +17,8 @@ from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chu
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage
 from windlass.server.serving.prompts import check_chat, prepare_chat
 from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, JsonList, chat_logprobs, encode
 from windlass.server.serving.streaming import Exchange

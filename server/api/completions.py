@@ -16,9 +16,8 @@ from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chu
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
-from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
 from windlass.server.serving.response_writer import (
     ChoiceWriter,

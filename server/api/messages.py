@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, FieldNames
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
@@ -28,9 +27,8 @@ from windlass.server.schemas.tools import (
     named_choice,
     replace_lone_surrogates,
 )
-from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.job import GenerationJob, TokenUsage
 from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
 from windlass.server.serving.response_writer import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, query_parameter
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, FieldNames, query_parameter
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
@@ -33,9 +32,8 @@ from windlass.server.schemas.tools import (
     named_choice,
     replace_lone_surrogates,
 )
-from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
+from windlass.server.serving.job import GenerationJob, TokenUsage
 from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
 from windlass.server.serving.response_writer import JsonList, encode, encode_pieces, usage_object
 from windlass.server.serving.streaming import (

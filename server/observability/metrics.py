@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from windlass.engine.client.engine_client import EngineClient, engine_name
 from windlass.engine.errors import EngineError
 from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
-from windlass.server.config.rope_profiles import DEFAULT_NAME
+from windlass.server.config.engine_options import DEFAULT_NAME
 from windlass.server.config.settings import MetricsNames
 
 # Metrics with the same names here and in vLLM: fields of `EngineStats`, and descriptions.

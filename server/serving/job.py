@@ -18,6 +18,7 @@ from windlass.engine.interface.context import (
     NonPrefixReuseParams,
 )
 from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.engine.interface.request import MAX_REPEAT_WINDOW, DryParams, EngineRequest, PoolingRule, SamplingParams
 from windlass.server.app.adapter_registry import ServedAdapter
 from windlass.server.app.state import ServerState, state_of
@@ -346,3 +347,34 @@ def envelope(prefix: str, kind: str, job: RequestJob) -> dict[str, Any]:
         "created": int(time.time()),
         "model": job.model_name,
     }
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine output adds to one choice (choice = prompt index * samples + sample).
+
+    prompt_logprobs: once per prompt, on its first delta. finish_reason: on the last delta of a choice, which also has
+    `rotary`, the response's object of this name. pieces: the text by token, if there are several. scheduled_at: see
+    `RequestOutput`.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    rotary: dict[str, Any] | None = None
+    pieces: tuple[str, ...] = ()
+    scheduled_at: float | None = None
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """Token counts of a request while it runs. reasoning_tokens: None if thinking is not separated."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None

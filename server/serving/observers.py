@@ -20,8 +20,7 @@ from windlass.server.errors import to_api_error
 from windlass.server.observability.recording import WorkloadRecorder
 from windlass.server.schemas.base import without_nulls
 from windlass.server.schemas.chat import ChatRequest
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
+from windlass.server.serving.job import Delta, GenerationJob, PoolingJob, RequestJob, TokenUsage
 from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt

@@ -15,7 +15,7 @@ from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
 from windlass.engine.rotary.scaling_fields import KNOWN
 from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
-from windlass.server.config.rope_profiles import DEFAULT_NAME, OPTION
+from windlass.server.config.engine_options import DEFAULT_NAME, OPTION
 from windlass.server.config.settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pydantic_core import to_json
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.errors import response_too_large
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import GenerationJob, envelope
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage, envelope
 from windlass.server.text.service import Prompt
 from windlass.server.text.tokenizer import TextOffsets, Tokenizer
 

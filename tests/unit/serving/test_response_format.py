@@ -17,7 +17,7 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.api.chat import ChatWriter
 from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
-from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.job import Delta, TokenUsage
 from windlass.server.serving.response_writer import CompletionLogprobLists, JsonList, encode, encode_pieces
 from windlass.server.text.service import Prompt
 
