@@ -284,15 +284,8 @@ async def model_object(state: ServerState) -> dict[str, Any]:
         "adapter": None,
     }
     for name in (
-        "max_model_len",
-        "dtype",
-        "weight_dtype",
-        "kv_cache_dtype",
-        "quantization",
-        "architecture",
-        "num_parameters",
-        "vocab_size",
-        "trained_len",
+        *("max_model_len", "dtype", "weight_dtype", "kv_cache_dtype", "quantization", "architecture"),
+        *("num_parameters", "vocab_size", "trained_len"),
     ):
         fields[name] = None if info is None else getattr(info, name)
     draft = None if info is None else info.draft_model

@@ -244,15 +244,8 @@ def sweep(
 
 # A copy of the keys of `lab.gallery.KINDS`, whose module imports numpy. A test compares them.
 PICTURE_KINDS = (
-    "rotation",
-    "angles",
-    "cos-sin",
-    "invariance",
-    "encodings",
-    "decay",
-    "extrapolation",
-    "scalings",
-    "attention",
+    *("rotation", "angles", "cos-sin", "invariance", "encodings"),
+    *("decay", "extrapolation", "scalings", "attention"),
 )
 
 

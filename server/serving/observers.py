@@ -32,18 +32,9 @@ if TYPE_CHECKING:
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 OK = "ok"
 _SAMPLING_FIELDS = (
-    *(
-        "max_tokens",
-        "n",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-    ),
-    *("frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "min_tokens", "ignore_eos"),
+    *("prompt_logprobs",),
 )
 P = ParamSpec("P")
 

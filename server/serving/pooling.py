@@ -37,7 +37,7 @@ from windlass.server.serving.prompts import check_token_prompts
 from windlass.server.serving.request_rotation import resolve_rotation
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import PairOptions
-from windlass.server.text.template_facts import PairTemplate
+from windlass.server.text.tokenizer_files import PairTemplate
 
 B = TypeVar("B", bound=PromptRequest)
 _NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)

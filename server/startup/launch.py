@@ -57,7 +57,7 @@ from windlass.server.startup.model_defaults import (
     rank_settings,
 )
 from windlass.server.startup.model_files import choose_model, known_sampling, with_draft_model
-from windlass.server.text.template_facts import RESERVED
+from windlass.server.text.tokenizer_files import RESERVED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

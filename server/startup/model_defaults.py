@@ -26,7 +26,7 @@ from windlass.server.config.server_options import (
 )
 from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
 from windlass.server.serving.request_rotation import check_profiles
-from windlass.server.text.template_facts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
 OVERRIDE_OPTION = "--override-generation-config"

@@ -22,14 +22,8 @@ from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf
 from windlass.server.startup.model_catalog import KNOWN, KnownModel, is_file_of, pull
 
 DOWNLOAD_PATTERNS = (
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "vocab.txt",
-    "merges.txt",
+    *("*.json", "*.safetensors", "*.jinja"),
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"),
 )
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")

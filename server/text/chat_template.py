@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from windlass.server.text.template_facts import (
+from windlass.server.text.tokenizer_files import (
     RESERVED,
     CallIds,
     PairField,

@@ -19,8 +19,8 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history, prepare_tools
-from windlass.server.text.template_facts import RESERVED, PairPrompt, PairTemplate, TemplateCapabilities
 from windlass.server.text.tokenizer import FimTokens
+from windlass.server.text.tokenizer_files import RESERVED, PairPrompt, PairTemplate, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of, is_known
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
 from windlass.server.text.workers.pool import (

@@ -15,11 +15,11 @@ import tokenizers
 
 from windlass.engine.bounded_files import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_ENTRIES, read_json_text
 from windlass.engine.errors import LoadError, RequestError
-from windlass.server.text.template_facts import chat_templates
 from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer_files import (
     TOKENIZER,
     add_missing_tokens,
+    chat_templates,
     find_tokenizer,
     one_line,
     read_json,

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 from windlass.engine.errors import LoadError
 from windlass.engine.process_setup import child_output_fd
-from windlass.server.text.template_facts import PairTemplate
+from windlass.server.text.tokenizer_files import PairTemplate
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Limits, NextPhase, Result, WorkerSource
 

@@ -23,7 +23,7 @@ from windlass.server.config.settings import RankSettings
 from windlass.server.serving.job import PoolingJob
 from windlass.server.serving.pooling import probabilities
 from windlass.server.serving.streaming import Exchange
-from windlass.server.text.template_facts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
