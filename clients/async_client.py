@@ -333,12 +333,7 @@ class AsyncClient:
 
     @overload
     async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[InfillOptions],
+        self, input_prefix: str, input_suffix: str, *, stream: Literal[False] = False, **options: Unpack[InfillOptions]
     ) -> types.Infill: ...
 
     @overload

@@ -334,12 +334,7 @@ class Client:
 
     @overload
     def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[InfillOptions],
+        self, input_prefix: str, input_suffix: str, *, stream: Literal[False] = False, **options: Unpack[InfillOptions]
     ) -> types.Infill: ...
 
     @overload

@@ -167,10 +167,7 @@ class RopeScaling(dict[str, Any]):
 
     @classmethod
     def in_groups(
-        cls,
-        *,
-        full_attention: Mapping[str, Any] | None = None,
-        sliding_attention: Mapping[str, Any] | None = None,
+        cls, *, full_attention: Mapping[str, Any] | None = None, sliding_attention: Mapping[str, Any] | None = None
     ) -> Self:
         """One flat scaling per rotary group; a group that is left out keeps its own.
 

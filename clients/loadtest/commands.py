@@ -442,10 +442,7 @@ async def _run(plan: LoadPlan, slo: SloOptions) -> tuple[RunResult | SweepResult
         if slo.sweep:
             assert isinstance(plan.schedule, Arrivals)
             spec = SweepSpec(
-                start=plan.schedule.rate,
-                share=slo.sweep_share,
-                max_runs=slo.sweep_runs,
-                min_seconds=slo.sweep_seconds,
+                start=plan.schedule.rate, share=slo.sweep_share, max_runs=slo.sweep_runs, min_seconds=slo.sweep_seconds
             )
             result = await sweep_load(plan, spec, workload, progress=display, stop=stop, on_run=on_run)
         else:

@@ -130,12 +130,7 @@ async def find_highest_rate(
         else:
             rate = (low + high) / 2
     return SweepResult(
-        runs=tuple(runs),
-        judgements=tuple(judgements),
-        highest_rate=low,
-        slo=dict(slo),
-        share=spec.share,
-        ended=ended,
+        runs=tuple(runs), judgements=tuple(judgements), highest_rate=low, slo=dict(slo), share=spec.share, ended=ended
     )
 
 
@@ -413,12 +408,7 @@ class _Run:
     """The state of one run."""
 
     def __init__(
-        self,
-        plan: LoadPlan,
-        control: ControlClient,
-        workload: Workload,
-        progress: Progress | None,
-        stop: asyncio.Event,
+        self, plan: LoadPlan, control: ControlClient, workload: Workload, progress: Progress | None, stop: asyncio.Event
     ) -> None:
         self._plan, self._control, self._workload = plan, control, workload
         self._progress, self._stop = progress, stop

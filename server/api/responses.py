@@ -36,13 +36,7 @@ from windlass.server.serving.generation import run_generation
 from windlass.server.serving.job import GenerationJob, TokenUsage
 from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
 from windlass.server.serving.response_writer import JsonList, encode, encode_pieces, usage_object
-from windlass.server.serving.streaming import (
-    KEEP_ALIVE,
-    Exchange,
-    LargeJsonResponse,
-    StreamFormat,
-    run_while_connected,
-)
+from windlass.server.serving.streaming import KEEP_ALIVE, Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -693,13 +687,7 @@ def _store(
         taken.add(item.id)
     sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (inputs, outputs)]
     state.responses.put(
-        response_id,
-        owner,
-        answer,
-        previous=previous,
-        inputs=inputs,
-        outputs=outputs,
-        sizes=(sizes[0], sizes[1]),
+        response_id, owner, answer, previous=previous, inputs=inputs, outputs=outputs, sizes=(sizes[0], sizes[1])
     )
 
 
@@ -715,9 +703,7 @@ _PAGING = [
         "limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Number of items per page."
     ),
     query_parameter(
-        "after",
-        {"type": "string"},
-        "Id of the item before the page, such as the previous page's `last_id`.",
+        "after", {"type": "string"}, "Id of the item before the page, such as the previous page's `last_id`."
     ),
 ]
 

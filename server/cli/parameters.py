@@ -302,10 +302,7 @@ def help_all_option() -> Any:
             raise typer.Exit
 
     return typer.Option(
-        "--help-all",
-        is_eager=True,
-        callback=show,
-        help="Show all options, with their environment variables, and exit.",
+        "--help-all", is_eager=True, callback=show, help="Show all options, with their environment variables, and exit."
     )
 
 

@@ -167,10 +167,7 @@ class EngineOptions:
     """Options of every command that starts an engine."""
 
     device: str = Panel.MODEL.option(
-        text(metavar="DEVICE"),
-        default="auto",
-        sets="compute.device",
-        help="Device: cpu, cuda, cuda:1 or auto.",
+        text(metavar="DEVICE"), default="auto", sets="compute.device", help="Device: cpu, cuda, cuda:1 or auto."
     )
     dtype: str = Panel.MODEL.option(
         number_type(),
@@ -268,11 +265,7 @@ class EngineOptions:
         "Default: 0.9.",
     )
     block_size: int = Panel.CONTEXT.option(
-        integer(),
-        default=16,
-        scope="key",
-        sets="cache.block_size",
-        help="Tokens per cache block, a multiple of 16.",
+        integer(), default=16, scope="key", sets="cache.block_size", help="Tokens per cache block, a multiple of 16."
     )
     prefix_caching: bool = Panel.CONTEXT.option(
         SWITCH,
@@ -293,9 +286,7 @@ class EngineOptions:
         help="Limit of the files in the kv-persist folder; the least recently used are deleted. Default: 4GiB.",
     )
     kv_host_memory: int | None = Panel.CONTEXT.option(
-        MEMORY,
-        sets="cache.host_memory",
-        help="On a GPU: main memory for blocks that the cache evicts. Default: none.",
+        MEMORY, sets="cache.host_memory", help="On a GPU: main memory for blocks that the cache evicts. Default: none."
     )
     rope_scaling: str | None = Panel.ROTARY.option(
         json_object(
@@ -332,17 +323,10 @@ class EngineOptions:
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
     )
     max_loras: int = Panel.ADAPTERS.option(
-        integer(),
-        default=8,
-        sets="adapters.max_loaded",
-        help="Adapters that may be loaded at once, at most 1,024.",
+        integer(), default=8, sets="adapters.max_loaded", help="Adapters that may be loaded at once, at most 1,024."
     )
     max_lora_rank: int = Panel.ADAPTERS.option(
-        integer(),
-        default=64,
-        scope="key",
-        sets="adapters.max_rank",
-        help="Largest rank of an adapter.",
+        integer(), default=64, scope="key", sets="adapters.max_rank", help="Largest rank of an adapter."
     )
     deterministic: bool = Panel.BATCHING.option(
         SWITCH,

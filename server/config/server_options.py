@@ -165,22 +165,16 @@ class ServerOptions(SamplingOptions):
         help="Listen on a Unix socket at this path instead, open to the owner and group of this process.",
     )
     ssl_certfile: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        in_ray=False,
-        help="Serve HTTPS with this certificate (PEM, followed by its chain).",
+        path("FILE"), in_ray=False, help="Serve HTTPS with this certificate (PEM, followed by its chain)."
     )
     ssl_keyfile: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        in_ray=False,
-        help="Private key of the certificate. Default: contained in --ssl-certfile.",
+        path("FILE"), in_ray=False, help="Private key of the certificate. Default: contained in --ssl-certfile."
     )
     ssl_keyfile_password: str | None = Panel.NETWORK.option(
         text("a password"), scope="variable", help="Password of the private key."
     )
     ssl_ca_certs: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        in_ray=False,
-        help="Require client certificates signed by one of these authorities.",
+        path("FILE"), in_ray=False, help="Require client certificates signed by one of these authorities."
     )
     served_model_name: list[str] | None = Panel.MODEL.option(
         texts("NAME"),
@@ -189,10 +183,7 @@ class ServerOptions(SamplingOptions):
         "Default: the name of the model's directory.",
     )
     chat_template: Path | None = Panel.ANSWERS.option(
-        path("FILE"),
-        main=True,
-        reported=True,
-        help="A chat template (Jinja) that replaces the model's own.",
+        path("FILE"), main=True, reported=True, help="A chat template (Jinja) that replaces the model's own."
     )
     rerank_tokens: list[str] | None = Panel.ANSWERS.option(
         texts("NO,YES"),
@@ -338,15 +329,10 @@ class ServerOptions(SamplingOptions):
     )
     ui: bool = Panel.OPERATION.option(SWITCH, default=True, help="Serve a page to try the model at /.")
     stats_interval: float = Panel.OPERATION.option(
-        seconds(),
-        default=10.0,
-        scope="variable",
-        help="Seconds between log lines about running requests; 0: no lines.",
+        seconds(), default=10.0, scope="variable", help="Seconds between log lines about running requests; 0: no lines."
     )
     log_format: str = Panel.OPERATION.option(
-        choice(*LOG_FORMATS),
-        default="text",
-        help="text, or json: every line on standard error is a JSON object.",
+        choice(*LOG_FORMATS), default="text", help="text, or json: every line on standard error is a JSON object."
     )
     otel_endpoint: str | None = Panel.OPERATION.option(
         text("a URL", "URL"),
@@ -453,10 +439,7 @@ class ServerOptions(SamplingOptions):
         except OSError as error:
             raise LoadError(f"cannot write `record={self.record}`: {error.strerror or error}") from None
         return RecordSettings(
-            path=self.record.absolute(),
-            text=self.record_text,
-            max_bytes=self.record_limit,
-            deterministic=deterministic,
+            path=self.record.absolute(), text=self.record_text, max_bytes=self.record_limit, deterministic=deterministic
         )
 
     def _lora_folder(self) -> Path | None:
@@ -586,17 +569,13 @@ class ClusterOptions:
         "proxy.",
     )
     target_requests: int = Panel.CLUSTER.option(
-        integer(1),
-        default=8,
-        help="With a range: running and waiting requests per replica, above which one is added.",
+        integer(1), default=8, help="With a range: running and waiting requests per replica, above which one is added."
     )
     scale_up_seconds: float = Panel.CLUSTER.option(
         seconds(), default=10.0, help="Seconds with more requests after which a replica is added."
     )
     scale_down_seconds: float = Panel.CLUSTER.option(
-        seconds(),
-        default=300.0,
-        help="Seconds with fewer requests after which a replica is removed.",
+        seconds(), default=300.0, help="Seconds with fewer requests after which a replica is removed."
     )
 
     def replica_bounds(self) -> tuple[int, int]:

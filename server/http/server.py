@@ -200,10 +200,7 @@ class HttpServer(uvicorn.Server):
             "app_state": self.lifespan.state,
         }
         return HttpProtocol(
-            **arguments,
-            registry=self.registry,
-            warning_log=self._warning_log,
-            max_body_bytes=self._max_body_bytes,
+            **arguments, registry=self.registry, warning_log=self._warning_log, max_body_bytes=self._max_body_bytes
         )
 
     def _sweep(self) -> None:

@@ -199,9 +199,7 @@ class VllmMetrics(Collector):
             "e2e_request_latency", "Time from the arrival of a request to the end of an answer.", _REQUEST_BUCKETS
         )
         self.per_output_token = self._seconds(
-            "request_time_per_output_token",
-            "Mean time between two tokens of an answer.",
-            _TOKEN_BUCKETS,
+            "request_time_per_output_token", "Mean time between two tokens of an answer.", _TOKEN_BUCKETS
         )
         self.engine_samples = {
             "queue_seconds": self._seconds(

@@ -175,9 +175,7 @@ class Generation:
         detokenizer = sample.detokenizer
         before = detokenizer.num_tokens
         text = detokenizer.push(
-            token_ids,
-            hide_last=output.stop_token_id is not None and not self._include_stop,
-            final=reason is not None,
+            token_ids, hide_last=output.stop_token_id is not None and not self._include_stop, final=reason is not None
         )
         logprobs = output.logprobs or ()
         stop_reason: str | int | None = None

@@ -127,10 +127,7 @@ async def encode_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[in
 
 
 async def pool(
-    exchange: Exchange,
-    job: PoolingJob,
-    prompts: Sequence[Collection[int]],
-    rule: PoolingRule | Sequence[PoolingRule],
+    exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rule: PoolingRule | Sequence[PoolingRule]
 ) -> list[PooledRows]:
     """The rows of each prompt, in order. rule: for all prompts, or one for each.
 

@@ -138,20 +138,14 @@ class LLM:
         return self._run_batch(self._async.chat, items, fields, progress)
 
     def stream(
-        self,
-        prompt: str | TokenIds,
-        sampling_params: AnyParams | None = None,
-        **options: Unpack[CompletionOptions],
+        self, prompt: str | TokenIds, sampling_params: AnyParams | None = None, **options: Unpack[CompletionOptions]
     ) -> Stream[CompletionChunk, Completion]:
         """Continue one prompt in chunks: `with llm.stream("…") as stream: for chunk in stream: …`."""
         (fields,) = merged_fields(sampling_params, options, 1)
         return self.client.completions(prompt, stream=True, **_settings(fields, ids=True))
 
     def stream_chat(
-        self,
-        messages: Messages,
-        sampling_params: AnyParams | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling_params: AnyParams | None = None, **options: Unpack[ChatOptions]
     ) -> Stream[ChatCompletionChunk, ChatCompletion]:
         """Answer one conversation in chunks."""
         (fields,) = merged_fields(sampling_params, options, 1, chat=True)

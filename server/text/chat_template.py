@@ -112,10 +112,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 def sandboxed_environment() -> jinja2.Environment:
     """An environment with the extensions and globals of chat templates in transformers."""
     environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        cache_size=0,
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols], cache_size=0
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
@@ -140,11 +137,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str] | None = None,
-        *,
-        max_output_chars: int = MAX_OUTPUT_CHARS,
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, max_output_chars: int = MAX_OUTPUT_CHARS
     ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})

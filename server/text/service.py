@@ -265,13 +265,7 @@ class TextService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def run(
-        self,
-        task: partial[R],
-        *phases: Phase,
-        param: str,
-        size: int,
-        caller: str,
-        limiter: FairLimiter | None = None,
+        self, task: partial[R], *phases: Phase, param: str, size: int, caller: str, limiter: FairLimiter | None = None
     ) -> R:
         """Run a text job, see `TextPool.run`; raises ApiError naming `param`. phases: `tokenizing` if none is given."""
         phases = phases or (self.tokenizing,)

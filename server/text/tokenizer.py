@@ -381,12 +381,7 @@ class FimTokens:
         return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if start < end]
 
     def prompt(
-        self,
-        before: Sequence[int],
-        after: Sequence[int],
-        *,
-        add_special_tokens: bool,
-        around: Sequence[int] = (),
+        self, before: Sequence[int], after: Sequence[int], *, add_special_tokens: bool, around: Sequence[int] = ()
     ) -> list[int]:
         """Return the ids of a prompt with a gap between two texts, which were tokenized without special tokens.
 

@@ -530,10 +530,7 @@ def _sentencepiece_parts(
         "pre_tokenizer": None,
         "decoder": sentencepiece_decoder(int(space_before)),
         "model": merging_model(
-            vocabulary.ids,
-            merges,
-            unknown=None if unknown is None else vocabulary.tokens[unknown],
-            byte_tokens=True,
+            vocabulary.ids, merges, unknown=None if unknown is None else vocabulary.tokens[unknown], byte_tokens=True
         ),
     }
 

@@ -426,12 +426,7 @@ class TextPool:
             return self._ensure_server().pairs
 
     async def run(
-        self,
-        task: partial[R],
-        *limits: Limits,
-        size: int,
-        caller: str = "",
-        limiter: FairLimiter | None = None,
+        self, task: partial[R], *limits: Limits, size: int, caller: str = "", limiter: FairLimiter | None = None
     ) -> R:
         """Run a method of `TextTasks`, given as a partial with keyword arguments only; returns its result.
 
