@@ -478,7 +478,6 @@ class ChatLoop:
     def __init__(
         self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: ManagedServer | None
     ) -> None:
-
         self._console = console
         self._dialogue = dialogue
         self._client = client
@@ -608,7 +607,6 @@ class ChatLoop:
     def _show_statistics(
         self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool
     ) -> None:
-
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
         counted = _counted(tokens, "token")
