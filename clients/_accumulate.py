@@ -7,32 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from windlass.clients import types
 from windlass.clients._parse import loads
-from windlass.clients.message_types import ContentBlock, Message, MessageEvent, MessageUsage
-from windlass.clients.response_types import Response, ResponseEvent
-from windlass.clients.types import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionTokensDetails,
-    FunctionCall,
-    Infill,
-    Logprobs,
-    PromptTokensDetails,
-    Rotary,
-    TokenLogprob,
-    ToolCall,
-    Usage,
-)
+from windlass.clients.response_types import ContentBlock, Message, MessageEvent, MessageUsage, Response, ResponseEvent
 
 T = TypeVar("T")  # of a chunk
-Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
+Chunk = TypeVar("Chunk", types.CompletionChunk, types.ChatCompletionChunk)
 A = TypeVar("A")  # of the whole response
 
 # The kinds of blocks by their names in the two APIs.
@@ -51,7 +31,7 @@ class StreamAccumulator(ABC, Generic[T, A]):
     def __init__(self) -> None:
         self.ended = False
         self.num_started = 0
-        self.rotary: Rotary | None = None
+        self.rotary: types.Rotary | None = None
 
     @property
     @abstractmethod
@@ -64,7 +44,7 @@ class StreamAccumulator(ABC, Generic[T, A]):
         return ""
 
     @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
+    def tool_calls(self) -> tuple[types.ToolCall, ...]:
         """Tool calls of the first choice; the last one may be incomplete."""
         return ()
 
@@ -80,7 +60,7 @@ class StreamAccumulator(ABC, Generic[T, A]):
 
     @property
     @abstractmethod
-    def usage(self) -> Usage | None:
+    def usage(self) -> types.Usage | None:
         """The latest token counts."""
 
     @abstractmethod
@@ -99,13 +79,13 @@ class _PartialToolCall:
     name: str = ""
     arguments: list[str] = field(default_factory=list)
 
-    def add(self, function: FunctionCall | None) -> None:
+    def add(self, function: types.FunctionCall | None) -> None:
         if function is not None:
             self.name = function.name or self.name
             self.arguments.append(function.arguments)
 
-    def function(self) -> FunctionCall:
-        return FunctionCall(name=self.name, arguments=_join(self.arguments))
+    def function(self) -> types.FunctionCall:
+        return types.FunctionCall(name=self.name, arguments=_join(self.arguments))
 
 
 @dataclass(slots=True)
@@ -118,16 +98,16 @@ class _PartialChoice:
     function_call: _PartialToolCall | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    completion_logprobs: list[Logprobs] = field(default_factory=list)
-    chat_logprobs: list[TokenLogprob] | None = None
+    completion_logprobs: list[types.Logprobs] = field(default_factory=list)
+    chat_logprobs: list[types.TokenLogprob] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
-    rotary: Rotary | None = None
+    rotary: types.Rotary | None = None
 
-    def calls(self) -> tuple[ToolCall, ...]:
+    def calls(self) -> tuple[types.ToolCall, ...]:
         return tuple(
-            ToolCall(id=call.id, type=call.type, function=call.function())
+            types.ToolCall(id=call.id, type=call.type, function=call.function())
             for _, call in sorted(self.tool_calls.items())
         )
 
@@ -137,7 +117,7 @@ class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._usage: Usage | None = None
+        self._usage: types.Usage | None = None
         self._choices: dict[int, _PartialChoice] = {}
         self._id, self._model, self._created = "", "", 0
         self._fingerprint: str | None = None
@@ -151,7 +131,7 @@ class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
         return _join(self._choices[0].reasoning) if 0 in self._choices else ""
 
     @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
+    def tool_calls(self) -> tuple[types.ToolCall, ...]:
         return self._choices[0].calls() if 0 in self._choices else ()
 
     @property
@@ -160,7 +140,7 @@ class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
         return {index: choice.finish_reason for index, choice in choices if choice.finish_reason is not None}
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> types.Usage | None:
         return self._usage
 
     def add(self, chunk: Chunk) -> None:
@@ -187,7 +167,7 @@ class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
     def _add_chunk(self, chunk: Chunk) -> None:
         """Add the fields that only this kind of chunk has."""
 
-    def _choices_with_rotary(self) -> Iterator[tuple[int, _PartialChoice, Rotary | None]]:
+    def _choices_with_rotary(self) -> Iterator[tuple[int, _PartialChoice, types.Rotary | None]]:
         """Choices with their rotary report if the reports differ, as in a response that is not streamed."""
         if 0 in self._choices:
             self._choices[0].rotary = self.rotary
@@ -207,10 +187,10 @@ class ChoiceAccumulator(StreamAccumulator[Chunk, A]):
         }
 
 
-class CompletionAccumulator(ChoiceAccumulator[CompletionChunk, Completion]):
+class CompletionAccumulator(ChoiceAccumulator[types.CompletionChunk, types.Completion]):
     """Chunks of /v1/completions."""
 
-    def _add_chunk(self, chunk: CompletionChunk) -> None:
+    def _add_chunk(self, chunk: types.CompletionChunk) -> None:
         for part in chunk.choices:
             choice = self._choices[part.index]
             choice.texts.append(part.text)
@@ -219,9 +199,9 @@ class CompletionAccumulator(ChoiceAccumulator[CompletionChunk, Completion]):
             choice.prompt_token_ids = part.prompt_token_ids or choice.prompt_token_ids
             choice.prompt_logprobs = part.prompt_logprobs or choice.prompt_logprobs
 
-    def result(self, request_id: str | None) -> Completion:
+    def result(self, request_id: str | None) -> types.Completion:
         choices = [
-            CompletionChoice(
+            types.CompletionChoice(
                 index=index,
                 text="".join(choice.texts),
                 finish_reason=choice.finish_reason,
@@ -234,10 +214,10 @@ class CompletionAccumulator(ChoiceAccumulator[CompletionChunk, Completion]):
             )
             for index, choice, rotary in self._choices_with_rotary()
         ]
-        return Completion(choices=tuple(choices), **self._common_fields(request_id))
+        return types.Completion(choices=tuple(choices), **self._common_fields(request_id))
 
 
-class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
+class ChatAccumulator(ChoiceAccumulator[types.ChatCompletionChunk, types.ChatCompletion]):
     """Chunks of /v1/chat/completions, whose fields about the prompt are at the top level."""
 
     def __init__(self, parse_content: Callable[[str], Any] | None = None) -> None:
@@ -247,14 +227,14 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
 
-    def _add_chunk(self, chunk: ChatCompletionChunk) -> None:
+    def _add_chunk(self, chunk: types.ChatCompletionChunk) -> None:
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         self._prompt_logprobs = chunk.prompt_logprobs or self._prompt_logprobs
         for part in chunk.choices:
             self._add_choice(self._choices[part.index], part)
 
     @staticmethod
-    def _add_choice(choice: _PartialChoice, part: ChatChunkChoice) -> None:
+    def _add_choice(choice: _PartialChoice, part: types.ChatChunkChoice) -> None:
         delta = part.delta
         choice.role = delta.role or choice.role
         if delta.content is not None:
@@ -277,8 +257,8 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
     def parsed(self) -> Any:
         return self._message(self._choices[0]).parsed if 0 in self.finish_reasons else None
 
-    def _message(self, choice: _PartialChoice) -> ChatMessage:
-        return ChatMessage(
+    def _message(self, choice: _PartialChoice) -> types.ChatMessage:
+        return types.ChatMessage(
             role=choice.role or "assistant",
             content="".join(choice.texts) if choice.texts else None,
             reasoning_content="".join(choice.reasoning) if choice.reasoning else None,
@@ -288,20 +268,22 @@ class ChatAccumulator(ChoiceAccumulator[ChatCompletionChunk, ChatCompletion]):
             _parse_content=self._parse_content,
         )
 
-    def result(self, request_id: str | None) -> ChatCompletion:
+    def result(self, request_id: str | None) -> types.ChatCompletion:
         choices = [
-            ChatChoice(
+            types.ChatChoice(
                 index=index,
                 message=self._message(choice),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-                logprobs=None if choice.chat_logprobs is None else ChatLogprobs(content=tuple(choice.chat_logprobs)),
+                logprobs=None
+                if choice.chat_logprobs is None
+                else types.ChatLogprobs(content=tuple(choice.chat_logprobs)),
                 token_ids=_tuple(choice.token_ids),
                 rotary=rotary,
             )
             for index, choice, rotary in self._choices_with_rotary()
         ]
-        return ChatCompletion(
+        return types.ChatCompletion(
             choices=tuple(choices),
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
@@ -337,9 +319,9 @@ class BlockAccumulator(StreamAccumulator[T, A]):
         return self._text_of_blocks("thinking")
 
     @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
+    def tool_calls(self) -> tuple[types.ToolCall, ...]:
         return tuple(
-            ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.text))
+            types.ToolCall(id=block.id, function=types.FunctionCall(name=block.name, arguments=block.text))
             for block in self._blocks.values()
             if block.kind == "call"
         )
@@ -375,7 +357,7 @@ class ResponseAccumulator(BlockAccumulator[ResponseEvent, Response]):
         return {} if self._response is None else {0: self._response.status}
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> types.Usage | None:
         found = None if self._response is None else self._response.usage
         if found is None:
             return None
@@ -422,7 +404,7 @@ class MessageAccumulator(BlockAccumulator[MessageEvent, Message]):
         return {} if reason is None else {0: reason}
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> types.Usage | None:
         found = self._usage
         if found is None:
             return None
@@ -437,7 +419,7 @@ class MessageAccumulator(BlockAccumulator[MessageEvent, Message]):
         return replace(self._message, content=content, usage=usage, rotary=self.rotary, request_id=request_id)
 
 
-class InfillAccumulator(StreamAccumulator[Infill, Infill]):
+class InfillAccumulator(StreamAccumulator[types.Infill, types.Infill]):
     """Events of /infill."""
 
     final_event = "the event with stop: true"
@@ -446,9 +428,9 @@ class InfillAccumulator(StreamAccumulator[Infill, Infill]):
         super().__init__()
         self._pieces: list[str] = []
         self._tokens: list[int] = []
-        self._last: Infill | None = None
+        self._last: types.Infill | None = None
 
-    def add(self, chunk: Infill) -> None:
+    def add(self, chunk: types.Infill) -> None:
         self.num_started = 1
         self._pieces.append(chunk.content)
         self._tokens += chunk.tokens
@@ -463,13 +445,13 @@ class InfillAccumulator(StreamAccumulator[Infill, Infill]):
         return {0: self._last.stop_type or ""} if self._last is not None and self.ended else {}
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> types.Usage | None:
         last = self._last
         if last is None:
             return None
         return _usage(last.tokens_evaluated, last.tokens_predicted, cached=last.tokens_cached)
 
-    def result(self, request_id: str | None) -> Infill:
+    def result(self, request_id: str | None) -> types.Infill:
         assert self._last is not None
         return replace(self._last, content=self.text, tokens=tuple(self._tokens), request_id=request_id)
 
@@ -485,23 +467,25 @@ def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if items is None else tuple(items)
 
 
-def _usage(prompt: int, completion: int, *, cached: int | None, reasoning: int | None = None) -> Usage:
-    return Usage(
+def _usage(prompt: int, completion: int, *, cached: int | None, reasoning: int | None = None) -> types.Usage:
+    return types.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        completion_tokens_details=None if reasoning is None else CompletionTokensDetails(reasoning_tokens=reasoning),
+        prompt_tokens_details=types.PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=None
+        if reasoning is None
+        else types.CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 
 
-def _join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
+def _join_logprobs(parts: list[types.Logprobs]) -> types.Logprobs | None:
     """Concatenate log-probabilities; a list that no part has stays None."""
     if not parts:
         return None
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
     offsets = [part.text_offset for part in parts if part.text_offset is not None]
-    return Logprobs(
+    return types.Logprobs(
         tokens=tuple(token for part in parts for token in part.tokens),
         token_logprobs=tuple(value for part in parts for value in part.token_logprobs),
         top_logprobs=tuple(top for part in tops for top in part) if tops else None,

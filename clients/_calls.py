@@ -12,23 +12,12 @@ from urllib.parse import quote
 
 import httpx
 
+from windlass.clients import types
 from windlass.clients._accumulate import ChatAccumulator, CompletionAccumulator, StreamAccumulator
 from windlass.clients._parse import AnswerType, answer_reader, parse, response_format, to_json_value
 from windlass.clients.errors import get_request_id
 from windlass.clients.options import Timeout
 from windlass.clients.rope import RopeScaling
-from windlass.clients.types import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    Embeddings,
-    Health,
-    Metrics,
-    Model,
-    PooledStates,
-    RotarySettings,
-)
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -92,7 +81,7 @@ def delete(path: str, answer: Answer[T]) -> Call[T]:
     return Call(method="DELETE", path=path, read_response=_reader(answer), retryable=False)
 
 
-def probe(path: str) -> Call[Health]:
+def probe(path: str) -> Call[types.Health]:
     """/health or /ready. Status 503 is read as well, and the caller decides whether to repeat the request."""
     return Call(
         method="GET", path=path, read_response=_read_health, accepted_statuses=frozenset({503}), retryable=False
@@ -110,21 +99,25 @@ def stream(
     return StreamCall(path=path, body={**body, "stream": True}, chunk=chunk, accumulator=accumulator, timeout=timeout)
 
 
-def completion_stream(fields: Mapping[str, Any], options: Mapping[str, Any]) -> StreamCall[CompletionChunk, Completion]:
-    call = stream("/v1/completions", CompletionChunk, CompletionAccumulator, fields, options)
+def completion_stream(
+    fields: Mapping[str, Any], options: Mapping[str, Any]
+) -> StreamCall[types.CompletionChunk, types.Completion]:
+    call = stream("/v1/completions", types.CompletionChunk, CompletionAccumulator, fields, options)
     prompts = call.body.get("prompt")
     count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
     return _with_usage(call, count)
 
 
-def chat(fields: Mapping[str, Any], options: Mapping[str, Any], answer_type: AnswerType | None) -> Call[ChatCompletion]:
+def chat(
+    fields: Mapping[str, Any], options: Mapping[str, Any], answer_type: AnswerType | None
+) -> Call[types.ChatCompletion]:
     """Raises TypeError for an unsupported answer type, ValueError if there is a `response_format` as well."""
-    call = post("/v1/chat/completions", ChatCompletion, fields, options)
+    call = post("/v1/chat/completions", types.ChatCompletion, fields, options)
     if answer_type is None:
         return call
     parse_content = answer_reader(answer_type)
 
-    def read_response(response: httpx.Response) -> ChatCompletion:
+    def read_response(response: httpx.Response) -> types.ChatCompletion:
         chat = call.read_response(response)
         choices = [
             replace(choice, message=replace(choice.message, _parse_content=parse_content)) for choice in chat.choices
@@ -136,10 +129,12 @@ def chat(fields: Mapping[str, Any], options: Mapping[str, Any], answer_type: Ans
 
 def chat_stream(
     fields: Mapping[str, Any], options: Mapping[str, Any], answer_type: AnswerType | None
-) -> StreamCall[ChatCompletionChunk, ChatCompletion]:
+) -> StreamCall[types.ChatCompletionChunk, types.ChatCompletion]:
     """Raises the same errors as `chat`."""
     parse_content = None if answer_type is None else answer_reader(answer_type)
-    call = stream("/v1/chat/completions", ChatCompletionChunk, lambda: ChatAccumulator(parse_content), fields, options)
+    call = stream(
+        "/v1/chat/completions", types.ChatCompletionChunk, lambda: ChatAccumulator(parse_content), fields, options
+    )
     if answer_type is not None:
         call = replace(call, body=_with_response_format(call.body, answer_type))
     return _with_usage(call, 1)
@@ -198,20 +193,20 @@ def read_field(name: str, kind: type[T]) -> Callable[[httpx.Response], T]:
     return read_response
 
 
-def read_models(response: httpx.Response) -> list[Model]:
-    return [parse(Model, entry) for entry in read_field("data", list)(response)]
+def read_models(response: httpx.Response) -> list[types.Model]:
+    return [parse(types.Model, entry) for entry in read_field("data", list)(response)]
 
 
 def read_profiles(response: httpx.Response) -> dict[str, RopeScaling]:
-    profiles = parse(RotarySettings, response.json()).profiles
+    profiles = parse(types.RotarySettings, response.json()).profiles
     for name, scaling in profiles.items():
         if not isinstance(scaling, dict):
             raise ValueError(f"the profile {name!r} should be an object")
     return {name: RopeScaling(scaling) for name, scaling in profiles.items()}
 
 
-def read_metrics(response: httpx.Response) -> Metrics:
-    return Metrics.parse(response.text)
+def read_metrics(response: httpx.Response) -> types.Metrics:
+    return types.Metrics.parse(response.text)
 
 
 def read_object(response: httpx.Response) -> dict[str, Any]:
@@ -221,32 +216,32 @@ def read_object(response: httpx.Response) -> dict[str, Any]:
     return data
 
 
-def _read_health(response: httpx.Response) -> Health:
+def _read_health(response: httpx.Response) -> types.Health:
     data = response.json()
     found = data if isinstance(data, dict) else {}
     status, degraded = found.get("status"), found.get("degraded")
-    return Health(
+    return types.Health(
         ok=response.status_code == 200,
         status=status if isinstance(status, str) else "",
         degraded=tuple(map(str, degraded)) if isinstance(degraded, list) else (),
     )
 
 
-def read_embeddings(response: httpx.Response) -> Embeddings:
+def read_embeddings(response: httpx.Response) -> types.Embeddings:
     """Embeddings as numbers or as base64 of little-endian float32."""
     data = read_object(response)
     for item in _data_items(data):
         if isinstance(item.get("embedding"), str):
             item["embedding"] = _decode_floats(item["embedding"])
-    return _parse_with_id(Embeddings, data, response)
+    return _parse_with_id(types.Embeddings, data, response)
 
 
-def read_pooled_states(response: httpx.Response) -> PooledStates:
+def read_pooled_states(response: httpx.Response) -> types.PooledStates:
     """States as one row or several, as numbers or as base64 of little-endian float32."""
     data = read_object(response)
     for item in _data_items(data):
         item["rows"] = _decode_rows(item.get("data"), item.get("shape"))
-    return _parse_with_id(PooledStates, data, response)
+    return _parse_with_id(types.PooledStates, data, response)
 
 
 def _data_items(data: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,11 +18,6 @@ from windlass.clients.errors import RateLimitError as RateLimitError
 from windlass.clients.errors import ResponseError as ResponseError
 from windlass.clients.errors import ServerError as ServerError
 from windlass.clients.errors import StreamError as StreamError
-from windlass.clients.message_types import ContentBlock as ContentBlock
-from windlass.clients.message_types import Message as Message
-from windlass.clients.message_types import MessageDelta as MessageDelta
-from windlass.clients.message_types import MessageEvent as MessageEvent
-from windlass.clients.message_types import MessageUsage as MessageUsage
 from windlass.clients.options import CallOptions as CallOptions
 from windlass.clients.options import ChatOptions as ChatOptions
 from windlass.clients.options import ClassifyOptions as ClassifyOptions
@@ -39,7 +34,12 @@ from windlass.clients.options import RetryPolicy as RetryPolicy
 from windlass.clients.options import ScoreOptions as ScoreOptions
 from windlass.clients.options import TemplateOptions as TemplateOptions
 from windlass.clients.options import TokenizeOptions as TokenizeOptions
+from windlass.clients.response_types import ContentBlock as ContentBlock
 from windlass.clients.response_types import InputTokensDetails as InputTokensDetails
+from windlass.clients.response_types import Message as Message
+from windlass.clients.response_types import MessageDelta as MessageDelta
+from windlass.clients.response_types import MessageEvent as MessageEvent
+from windlass.clients.response_types import MessageUsage as MessageUsage
 from windlass.clients.response_types import OutputTokensDetails as OutputTokensDetails
 from windlass.clients.response_types import Response as Response
 from windlass.clients.response_types import ResponseEvent as ResponseEvent

@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 AnswerType = Mapping[str, Any] | type
@@ -18,10 +18,14 @@ Reader = Callable[[Any, str], Any]  # of a JSON value and the name of its place,
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class ResponseModel:
-    """Base of the dataclasses of responses, their parts and the events of streams."""
+    """Base of responses, their parts and the events of streams. Its subclasses become frozen dataclasses."""
 
-    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # for type checkers
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values, nested ones too. Fields that are None are left out."""

@@ -36,7 +36,6 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 _RETRY_STATUSES = frozenset({429, 503})
-
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # the server's own rule
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 from urllib.parse import quote, urlencode
 
 import httpx
 
 from windlass.clients import _calls as calls
+from windlass.clients import types
 from windlass.clients._accumulate import InfillAccumulator, MessageAccumulator, ResponseAccumulator
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._parse import AnswerType
 from windlass.clients._transport import CallFlow, run_async
-from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.options import (
     ChatOptions,
     ClassifyOptions,
@@ -37,31 +36,9 @@ from windlass.clients.options import (
     Timeout,
     TokenizeOptions,
 )
-from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
+from windlass.clients.response_types import Message, MessageEvent, Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import AsyncStream
-from windlass.clients.types import (
-    AttentionMap,
-    CachePages,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Classification,
-    Completion,
-    CompletionChunk,
-    Detokenization,
-    Embeddings,
-    Health,
-    Infill,
-    Metrics,
-    Model,
-    PairScores,
-    PooledStates,
-    Ranking,
-    RotaryCurves,
-    RotaryInspection,
-    RotarySettings,
-    Tokenization,
-)
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -114,9 +91,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -126,21 +101,21 @@ class AsyncClient:
     @overload
     async def completions(
         self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[CompletionOptions]
-    ) -> Completion: ...
+    ) -> types.Completion: ...
 
     @overload
     async def completions(
         self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[CompletionOptions]
-    ) -> AsyncStream[CompletionChunk, Completion]: ...
+    ) -> AsyncStream[types.CompletionChunk, types.Completion]: ...
 
     async def completions(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[CompletionOptions]
-    ) -> Completion | AsyncStream[CompletionChunk, Completion]:
+    ) -> types.Completion | AsyncStream[types.CompletionChunk, types.Completion]:
         """Continue a prompt: a string, token ids, or a list of either. Use a stream as a context manager."""
         fields = {"prompt": prompt}
         if stream:
             return await self._open_stream(calls.completion_stream(fields, options))
-        return await self._run(calls.post("/v1/completions", Completion, fields, options))
+        return await self._run(calls.post("/v1/completions", types.Completion, fields, options))
 
     @overload
     async def chat(
@@ -150,7 +125,7 @@ class AsyncClient:
         answer_type: AnswerType | None = None,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
-    ) -> ChatCompletion: ...
+    ) -> types.ChatCompletion: ...
 
     @overload
     async def chat(
@@ -160,7 +135,7 @@ class AsyncClient:
         answer_type: AnswerType | None = None,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
-    ) -> AsyncStream[ChatCompletionChunk, ChatCompletion]: ...
+    ) -> AsyncStream[types.ChatCompletionChunk, types.ChatCompletion]: ...
 
     async def chat(
         self,
@@ -169,7 +144,7 @@ class AsyncClient:
         answer_type: AnswerType | None = None,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> ChatCompletion | AsyncStream[ChatCompletionChunk, ChatCompletion]:
+    ) -> types.ChatCompletion | AsyncStream[types.ChatCompletionChunk, types.ChatCompletion]:
         """Answer a conversation, `[{"role": …, "content": …}, …]`, which may contain messages of earlier responses.
 
         answer_type: a JSON Schema, a pydantic model or a dataclass that the text must match; `parsed` returns its value.
@@ -249,13 +224,13 @@ class AsyncClient:
         read = calls.read_field("input_tokens", int)
         return await self._run(calls.post("/v1/messages/count_tokens", read, {"messages": messages}, options))
 
-    async def models(self) -> list[Model]:
+    async def models(self) -> list[types.Model]:
         """The served models."""
         return await self._run(calls.get("/v1/models", calls.read_models))
 
-    async def model(self, model_id: str) -> Model:
+    async def model(self, model_id: str) -> types.Model:
         """One model; raises NotFoundError."""
-        return await self._run(calls.get(f"/v1/models/{quote(model_id, safe='/')}", Model))
+        return await self._run(calls.get(f"/v1/models/{quote(model_id, safe='/')}", types.Model))
 
     async def load_adapter(self, name: str, path: str) -> str:
         """Load a LoRA adapter from the server's folder: "loaded". Raises BadRequestError if it is not a valid adapter."""
@@ -268,9 +243,9 @@ class AsyncClient:
     async def _change_adapter(self, path: str, fields: Mapping[str, Any]) -> str:
         return await self._run(calls.post(path, calls.read_field("status", str), fields, retryable=False))
 
-    async def rotary(self) -> RotarySettings:
+    async def rotary(self) -> types.RotarySettings:
         """The model's own scaling, the server's default and profiles, and what requests may set."""
-        return await self._run(calls.get("/v1/rotary", RotarySettings))
+        return await self._run(calls.get("/v1/rotary", types.RotarySettings))
 
     async def profiles(self) -> dict[str, RopeScaling]:
         """The server's profiles, which `rope_scaling` accepts by name."""
@@ -283,16 +258,16 @@ class AsyncClient:
         length: int | None = None,
         rope_update: str | Mapping[str, Any] | None = None,
         model: str | None = None,
-    ) -> RotaryInspection:
+    ) -> types.RotaryInspection:
         """Frequencies and factors of a request of `length` tokens (default: the server's context length)."""
         fields = {"rope_scaling": rope_scaling, "length": length, "rope_update": rope_update, "model": model}
-        return await self._run(calls.post("/v1/rotary/inspect", RotaryInspection, fields))
+        return await self._run(calls.post("/v1/rotary/inspect", types.RotaryInspection, fields))
 
-    async def health(self) -> Health:
+    async def health(self) -> types.Health:
         """Whether server and engine are alive. Never retried; raises APIConnectionError without a server."""
         return await self._run(calls.probe("/health"))
 
-    async def ready(self) -> Health:
+    async def ready(self) -> types.Health:
         """Whether the server accepts requests. Never retried."""
         return await self._run(calls.probe("/ready"))
 
@@ -300,7 +275,7 @@ class AsyncClient:
         """The server's version."""
         return await self._run(calls.get("/version", calls.read_field("version", str)))
 
-    async def metrics(self) -> Metrics:
+    async def metrics(self) -> types.Metrics:
         """The server's counters, gauges and histograms."""
         return await self._run(calls.get("/metrics", calls.read_metrics))
 
@@ -310,36 +285,36 @@ class AsyncClient:
 
     async def tokenize(
         self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[TokenizeOptions]
-    ) -> Tokenization:
+    ) -> types.Tokenization:
         """Token ids of a text, or of a conversation rendered by the chat template."""
         fields = {"prompt": prompt, "messages": messages}
-        return await self._run(calls.post("/tokenize", Tokenization, fields, options))
+        return await self._run(calls.post("/tokenize", types.Tokenization, fields, options))
 
-    async def detokenize(self, tokens: Sequence[int], **options: Unpack[DetokenizeOptions]) -> Detokenization:
+    async def detokenize(self, tokens: Sequence[int], **options: Unpack[DetokenizeOptions]) -> types.Detokenization:
         """Text of token ids."""
-        return await self._run(calls.post("/detokenize", Detokenization, {"tokens": tokens}, options))
+        return await self._run(calls.post("/detokenize", types.Detokenization, {"tokens": tokens}, options))
 
     async def apply_template(self, messages: Messages, **options: Unpack[TemplateOptions]) -> str:
         """A conversation rendered by the chat template: the prompt of a chat with these messages."""
         read = calls.read_field("prompt", str)
         return await self._run(calls.post("/apply_template", read, {"messages": messages}, options))
 
-    async def embeddings(self, input: Prompt, **options: Unpack[EmbeddingOptions]) -> Embeddings:
+    async def embeddings(self, input: Prompt, **options: Unpack[EmbeddingOptions]) -> types.Embeddings:
         """A vector for each text: a string, token ids, or a list of either."""
         fields = {"input": input, "encoding_format": "base64"}
         return await self._run(calls.post("/v1/embeddings", calls.read_embeddings, fields, options))
 
-    async def pooling(self, input: Prompt, **options: Unpack[PoolingOptions]) -> PooledStates:
+    async def pooling(self, input: Prompt, **options: Unpack[PoolingOptions]) -> types.PooledStates:
         """Hidden states of texts: one row each, or with `pooling` "all" one per token; or their classes, by `task`."""
         fields = {"input": input, "encoding_format": "base64"}
         return await self._run(calls.post("/pooling", calls.read_pooled_states, fields, options))
 
     async def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
-    ) -> PairScores:
+    ) -> types.PairScores:
         """Scores of pairs of texts: one with one, two lists of equal length, or one with each of a list."""
         fields = {"text_1": text_1, "text_2": text_2}
-        return await self._run(calls.post("/v1/score", PairScores, fields, options))
+        return await self._run(calls.post("/v1/score", types.PairScores, fields, options))
 
     async def rerank(
         self,
@@ -347,41 +322,36 @@ class AsyncClient:
         documents: Sequence[str | Mapping[str, str]],
         top_n: int | None = None,
         **options: Unpack[RerankOptions],
-    ) -> Ranking:
+    ) -> types.Ranking:
         """Documents ordered by their relevance to a query; the best `top_n` of them."""
         fields = {"query": query, "documents": documents, "top_n": top_n}
-        return await self._run(calls.post("/v1/rerank", Ranking, fields, options))
+        return await self._run(calls.post("/v1/rerank", types.Ranking, fields, options))
 
-    async def classify(self, input: Prompt, **options: Unpack[ClassifyOptions]) -> Classification:
+    async def classify(self, input: Prompt, **options: Unpack[ClassifyOptions]) -> types.Classification:
         """Classes of texts; raises BadRequestError if the model is not a classifier."""
-        return await self._run(calls.post("/classify", Classification, {"input": input}, options))
+        return await self._run(calls.post("/classify", types.Classification, {"input": input}, options))
 
     @overload
     async def infill(
-        self,
-        input_prefix: str,
-        input_suffix: str,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[InfillOptions],
-    ) -> Infill: ...
+        self, input_prefix: str, input_suffix: str, *, stream: Literal[False] = False, **options: Unpack[InfillOptions]
+    ) -> types.Infill: ...
 
     @overload
     async def infill(
         self, input_prefix: str, input_suffix: str, *, stream: Literal[True], **options: Unpack[InfillOptions]
-    ) -> AsyncStream[Infill, Infill]: ...
+    ) -> AsyncStream[types.Infill, types.Infill]: ...
 
     async def infill(
         self, input_prefix: str, input_suffix: str, *, stream: bool = False, **options: Unpack[InfillOptions]
-    ) -> Infill | AsyncStream[Infill, Infill]:
+    ) -> types.Infill | AsyncStream[types.Infill, types.Infill]:
         """Text between a prefix and a suffix, by a model trained for it. What exceeds the context is cut.
 
         The `suffix` of `completions` fills gaps too, without cutting, and with several choices.
         """
         path, fields = "/infill", {"input_prefix": input_prefix, "input_suffix": input_suffix}
         if stream:
-            return await self._open_stream(calls.stream(path, Infill, InfillAccumulator, fields, options))
-        return await self._run(calls.post(path, Infill, fields, options))
+            return await self._open_stream(calls.stream(path, types.Infill, InfillAccumulator, fields, options))
+        return await self._run(calls.post(path, types.Infill, fields, options))
 
     async def curves(
         self,
@@ -391,7 +361,7 @@ class AsyncClient:
         distances: Sequence[int] = (),
         length: int | None = None,
         group: str | None = None,
-    ) -> RotaryCurves:
+    ) -> types.RotaryCurves:
         """Cosines and sines at `positions`, and curves over `distances`, under a scaling."""
         fields = {
             "rope_scaling": rope_scaling,
@@ -400,18 +370,18 @@ class AsyncClient:
             "length": length,
             "group": group,
         }
-        return await self._run(calls.post("/v1/rotary/curves", RotaryCurves, fields))
+        return await self._run(calls.post("/v1/rotary/curves", types.RotaryCurves, fields))
 
-    async def cache(self) -> CachePages:
+    async def cache(self) -> types.CachePages:
         """The blocks of the cache and the sequences that hold them."""
-        return await self._run(calls.get("/v1/cache", CachePages))
+        return await self._run(calls.get("/v1/cache", types.CachePages))
 
     async def attention(
         self, prompt: str, layer: int = 0, head: int = 0, *, rope_scaling: Mapping[str, Any] | str | None = None
-    ) -> AttentionMap:
+    ) -> types.AttentionMap:
         """Attention of one head over a short text. Raises AuthenticationError if the server does not allow it."""
         fields = {"prompt": prompt, "layer": layer, "head": head, "rope_scaling": rope_scaling}
-        return await self._run(calls.post("/v1/attention", AttentionMap, fields))
+        return await self._run(calls.post("/v1/attention", types.AttentionMap, fields))
 
     async def _run(self, call: Call[T]) -> T:
         return await run_async(self._http, self._flow.run(call))

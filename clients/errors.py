@@ -94,7 +94,6 @@ def status_error_class(status: int) -> type[APIStatusError]:
 
 
 REQUEST_ID_HEADER = "x-request-id"
-
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 

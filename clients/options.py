@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 import httpx
 
-from windlass.clients.message_types import Message
-from windlass.clients.response_types import ResponseItem
+from windlass.clients.response_types import Message, ResponseItem
 from windlass.clients.types import ChatMessage
 
 TokenIds = Sequence[int]
@@ -56,10 +55,25 @@ class CallOptions(TypedDict, total=False):
     extra_body: Mapping[str, Any] | None
 
 
-class SharedOptions(CallOptions, total=False):
-    """Body fields of the endpoints that generate text. deadline: the API's `timeout`, seconds until the server gives up."""
+class PromptOptions(CallOptions, total=False):
+    """Body fields of the endpoints that run the model. deadline: the API's `timeout`, seconds until the server gives up."""
 
     deadline: float | None
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+    rope_scaling: Mapping[str, Any] | str | None
+    rope_update: str | Mapping[str, Any] | None
+    attention_window: int | None
+    attention_sinks: int | None
+    cache_salt: str | None
+    priority: int | None
+    request_id: str | None
+
+
+class SharedOptions(PromptOptions, total=False):
+    """Body fields of the endpoints that generate text."""
+
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -84,9 +98,6 @@ class SharedOptions(CallOptions, total=False):
     min_tokens: int | None
     ignore_eos: bool | None
     skip_special_tokens: bool | None
-    add_special_tokens: bool | None
-    truncate_prompt_tokens: int | None
-    truncation_side: str | None
     structured_outputs: Mapping[str, Any] | None
     guided_json: Mapping[str, Any] | str | None
     guided_regex: str | None
@@ -94,18 +105,11 @@ class SharedOptions(CallOptions, total=False):
     guided_grammar: str | None
     grammar: str | None
     json_schema: Mapping[str, Any] | None
-    rope_scaling: Mapping[str, Any] | str | None
-    rope_update: str | Mapping[str, Any] | None
     context_overflow: str | None
     keep_tokens: int | None
-    attention_window: int | None
-    attention_sinks: int | None
     cache_reuse: int | None
     passages: Sequence[Mapping[str, int]] | None
     cache_reuse_recompute: float | None
-    cache_salt: str | None
-    priority: int | None
-    request_id: str | None
 
 
 class GenerationOptions(SharedOptions, total=False):
@@ -230,22 +234,6 @@ class DetokenizeOptions(CallOptions, total=False):
     skip_special_tokens: bool | None
     return_offsets: bool | None
     return_token_strs: bool | None
-
-
-class PromptOptions(CallOptions, total=False):
-    """Body fields of the endpoints that generate no text. deadline: see `SharedOptions`."""
-
-    deadline: float | None
-    add_special_tokens: bool | None
-    truncate_prompt_tokens: int | None
-    truncation_side: str | None
-    rope_scaling: Mapping[str, Any] | str | None
-    rope_update: str | Mapping[str, Any] | None
-    attention_window: int | None
-    attention_sinks: int | None
-    cache_salt: str | None
-    priority: int | None
-    request_id: str | None
 
 
 class ClassifyOptions(PromptOptions, total=False):

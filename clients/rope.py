@@ -21,6 +21,48 @@ class CommonFields(SectionFields, total=False):
     rope_theta: float | None
 
 
+class LengthFields(CommonFields, total=False):
+    """Fields of kinds that depend on the original length, in tokens (default: the model's own)."""
+
+    original_max_position_embeddings: int | None
+
+
+class InterpolationFields(LengthFields, total=False):
+    """Fields of YaRN's interpolation: the factor of cosines and sines, and the turns within the original length."""
+
+    attention_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+
+
+class YarnFields(InterpolationFields, total=False):
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool | None
+
+
+class LongRopeFields(LengthFields, total=False):
+    factor: float | None
+    attention_factor: float | None
+    short_mscale: float | None
+    long_mscale: float | None
+
+
+class DualChunkFields(InterpolationFields, total=False):
+    chunk_size: int | None
+    local_size: int | None
+    factor: float | None
+    log_n: bool | None
+    length_scores: bool | None
+
+
+class WindowFields(LengthFields, total=False):
+    """Fields of kinds whose distances are exact within a window of tokens. log_n: see `RopeScaling.dual_chunk`."""
+
+    window: int | None
+    log_n: bool | None
+
+
 class RopeScaling(dict[str, Any]):
     """A `rope_scaling` object. It is a dict, so JSON encoders and `extra_body` of `openai` accept it.
 
@@ -52,81 +94,27 @@ class RopeScaling(dict[str, Any]):
         return cls._build("dynamic", factor=factor, alpha=alpha, **common)
 
     @classmethod
-    def yarn(
-        cls,
-        factor: float | None = None,
-        *,
-        original_max_position_embeddings: int | None = None,
-        attention_factor: float | None = None,
-        beta_fast: float | None = None,
-        beta_slow: float | None = None,
-        mscale: float | None = None,
-        mscale_all_dim: float | None = None,
-        truncate: bool | None = None,
-        **common: Unpack[CommonFields],
-    ) -> Self:
+    def yarn(cls, factor: float | None = None, **fields: Unpack[YarnFields]) -> Self:
         """YaRN: fast pairs keep their frequency, slow ones are divided by `factor`, those between are interpolated.
 
         Give factor or original_max_position_embeddings (tokens); the other one follows from the model's own length.
         """
-        return cls._build(
-            "yarn",
-            factor=factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            attention_factor=attention_factor,
-            beta_fast=beta_fast,
-            beta_slow=beta_slow,
-            mscale=mscale,
-            mscale_all_dim=mscale_all_dim,
-            truncate=truncate,
-            **common,
-        )
+        return cls._build("yarn", factor=factor, **fields)
 
     @classmethod
     def llama3(
-        cls,
-        factor: float,
-        *,
-        low_freq_factor: float,
-        high_freq_factor: float,
-        original_max_position_embeddings: int | None = None,
-        **common: Unpack[CommonFields],
+        cls, factor: float, *, low_freq_factor: float, high_freq_factor: float, **fields: Unpack[LengthFields]
     ) -> Self:
         """Llama 3.1's scaling, by the number of turns of a pair within the original length (tokens; default: the model's)."""
-        return cls._build(
-            "llama3",
-            factor=factor,
-            low_freq_factor=low_freq_factor,
-            high_freq_factor=high_freq_factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            **common,
-        )
+        own = {"low_freq_factor": low_freq_factor, "high_freq_factor": high_freq_factor}
+        return cls._build("llama3", factor=factor, **own, **fields)
 
     @classmethod
     def longrope(
-        cls,
-        short_factor: Iterable[float],
-        long_factor: Iterable[float],
-        *,
-        factor: float | None = None,
-        original_max_position_embeddings: int | None = None,
-        attention_factor: float | None = None,
-        short_mscale: float | None = None,
-        long_mscale: float | None = None,
-        **common: Unpack[CommonFields],
+        cls, short_factor: Iterable[float], long_factor: Iterable[float], **fields: Unpack[LongRopeFields]
     ) -> Self:
         """LongRoPE: one divisor per rotated pair; one list up to the original length (tokens), one for longer requests."""
-        return cls._build(
-            "longrope",
-            short_factor=short_factor,
-            long_factor=long_factor,
-            factor=factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            attention_factor=attention_factor,
-            short_mscale=short_mscale,
-            long_mscale=long_mscale,
-            **common,
-        )
+        return cls._build("longrope", short_factor=short_factor, long_factor=long_factor, **fields)
 
     @classmethod
     def proportional(cls, factor: float | None = None, **common: Unpack[CommonFields]) -> Self:
@@ -134,85 +122,30 @@ class RopeScaling(dict[str, Any]):
         return cls._build("proportional", factor=factor, **common)
 
     @classmethod
-    def dual_chunk(
-        cls,
-        *,
-        chunk_size: int | None = None,
-        local_size: int | None = None,
-        factor: float | None = None,
-        original_max_position_embeddings: int | None = None,
-        attention_factor: float | None = None,
-        beta_fast: float | None = None,
-        beta_slow: float | None = None,
-        log_n: bool | None = None,
-        length_scores: bool | None = None,
-        **common: Unpack[CommonFields],
-    ) -> Self:
+    def dual_chunk(cls, **fields: Unpack[DualChunkFields]) -> Self:
         """Dual chunk attention: distances are at most chunk_size - 1 tokens; those of the last local_size tokens are exact.
 
         Both default to fractions of the trained length. factor: YaRN inside the chunks. log_n: scale attention scores with the
         logarithm of the position. length_scores: scale them with the request's length, as Qwen2.5-1M does.
         """
-        return cls._build(
-            "dual_chunk",
-            chunk_size=chunk_size,
-            local_size=local_size,
-            factor=factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            attention_factor=attention_factor,
-            beta_fast=beta_fast,
-            beta_slow=beta_slow,
-            log_n=log_n,
-            length_scores=length_scores,
-            **common,
-        )
+        return cls._build("dual_chunk", **fields)
 
     @classmethod
-    def self_extend(
-        cls,
-        *,
-        group_size: int | None = None,
-        window: int | None = None,
-        original_max_position_embeddings: int | None = None,
-        log_n: bool | None = None,
-        **common: Unpack[CommonFields],
-    ) -> Self:
+    def self_extend(cls, *, group_size: int | None = None, **fields: Unpack[WindowFields]) -> Self:
         """Self-Extend: distances below `window` tokens are exact, longer ones are counted in groups of `group_size` tokens.
 
         window defaults to a quarter of the trained length, group_size to 4. Keys are stored twice. log_n: see `dual_chunk`.
         """
-        return cls._build(
-            "self_extend",
-            group_size=group_size,
-            window=window,
-            original_max_position_embeddings=original_max_position_embeddings,
-            log_n=log_n,
-            **common,
-        )
+        return cls._build("self_extend", group_size=group_size, **fields)
 
     @classmethod
-    def rerope(
-        cls,
-        *,
-        window: int | None = None,
-        factor: float | None = None,
-        original_max_position_embeddings: int | None = None,
-        log_n: bool | None = None,
-        **common: Unpack[CommonFields],
-    ) -> Self:
+    def rerope(cls, *, factor: float | None = None, **fields: Unpack[WindowFields]) -> Self:
         """ReRoPE: distances are at most `window` tokens (default: half the trained length).
 
         factor: Leaky ReRoPE, in which distances beyond the window are divided by `factor`. Keys are stored twice.
         log_n: see `dual_chunk`.
         """
-        return cls._build(
-            "rerope",
-            window=window,
-            factor=factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            log_n=log_n,
-            **common,
-        )
+        return cls._build("rerope", factor=factor, **fields)
 
     @classmethod
     def log_n(cls, original_max_position_embeddings: int | None = None, **common: Unpack[CommonFields]) -> Self:
@@ -234,10 +167,7 @@ class RopeScaling(dict[str, Any]):
 
     @classmethod
     def in_groups(
-        cls,
-        *,
-        full_attention: Mapping[str, Any] | None = None,
-        sliding_attention: Mapping[str, Any] | None = None,
+        cls, *, full_attention: Mapping[str, Any] | None = None, sliding_attention: Mapping[str, Any] | None = None
     ) -> Self:
         """One flat scaling per rotary group; a group that is left out keeps its own.
 

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import httpx
@@ -259,9 +258,7 @@ class Stream(_StreamProperties[T, A]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._exited = True
         self.close()
 
@@ -308,9 +305,7 @@ class AsyncStream(_StreamProperties[T, A]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._exited = True
         await self.aclose()
 

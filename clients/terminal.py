@@ -141,6 +141,13 @@ def write_output(path: Path, text: str) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option of a command, by default under the name of its parameter. more: of `typer.Option`."""
+    import typer
+
+    return typer.Option(*names, help=help, **more)
+
+
 def version_option(line: str) -> Any:
     """The option --version or -V, which prints the line and ends the program."""
     import typer

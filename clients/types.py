@@ -6,13 +6,12 @@ Unknown fields of a newer server are ignored; fields that an older one lacks hav
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Self
 
 from windlass.clients._parse import ResponseModel, loads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryChosen(ResponseModel):
     """The automatic choice of a scaling. length: tokens it was chosen for, None if it follows the growing text.
 
@@ -24,7 +23,6 @@ class RotaryChosen(ResponseModel):
     profile: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryGroup(ResponseModel):
     """The rotary scaling of one rotary group. parameters: its fields, rope_theta included.
 
@@ -38,7 +36,6 @@ class RotaryGroup(ResponseModel):
     fingerprint: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextUse(ResponseModel):
     """How the context of a request was used; fields that do not apply are None.
 
@@ -59,7 +56,6 @@ class ContextUse(ResponseModel):
     reused_passages: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary(RotaryGroup):
     """The rotary scaling of a response.
 
@@ -75,7 +71,6 @@ class Rotary(RotaryGroup):
     auto: RotaryChosen | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySettings(ResponseModel):
     """Response of /v1/rotary. profiles: scalings by name. policy: what requests may set: allow, profiles or off.
 
@@ -94,7 +89,6 @@ class RotarySettings(ResponseModel):
     kinds: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryInspectionGroup(RotaryGroup):
     """The effect of a scaling on one rotary group. inv_freq: radians per token, one per rotated pair.
 
@@ -109,7 +103,6 @@ class RotaryInspectionGroup(RotaryGroup):
     distances: dict[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryInspection(RotaryInspectionGroup):
     """The effect of a scaling on the served model: on its main rotary group, and in `groups` on each if there are several.
 
@@ -123,7 +116,6 @@ class RotaryInspection(RotaryInspectionGroup):
     groups: dict[str, RotaryInspectionGroup] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryCurves(ResponseModel):
     """Curves of the frequencies of one rotary group. cos, sin: one row per position, one column per rotated pair.
 
@@ -146,7 +138,6 @@ class RotaryCurves(ResponseModel):
     mean_cosine: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall(ResponseModel):
     """A function call. arguments: JSON text as the model wrote it."""
 
@@ -159,7 +150,6 @@ class FunctionCall(ResponseModel):
         return loads(self.arguments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(ResponseModel):
     """A tool call of the assistant."""
 
@@ -177,7 +167,6 @@ class ToolCall(ResponseModel):
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta(ResponseModel):
     """An addition to a tool call. The first one has id and name; arguments arrive in pieces."""
 
@@ -187,7 +176,6 @@ class ToolCallDelta(ResponseModel):
     function: FunctionCall | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage(ResponseModel):
     """A message of the assistant. The next request accepts it among its messages.
 
@@ -215,12 +203,11 @@ class ChatMessage(ResponseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """The message in the form that a request accepts: with a content of None, without a refusal."""
-        fields = ResponseModel.to_dict(self)  # super() does not work in a dataclass with slots
+        fields = super().to_dict()
         fields.pop("refusal", None)
         return {"role": self.role, "content": self.content, **fields}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDelta(ResponseModel):
     """An addition to a message; the first one has the role."""
 
@@ -232,21 +219,18 @@ class ChatDelta(ResponseModel):
     refusal: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokensDetails(ResponseModel):
     """cached_tokens: prompt tokens that came from the prefix cache."""
 
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionTokensDetails(ResponseModel):
     """reasoning_tokens: generated tokens up to the end of the reasoning."""
 
     reasoning_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(ResponseModel):
     """Token counts of a request."""
 
@@ -257,7 +241,6 @@ class Usage(ResponseModel):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs(ResponseModel):
     """Log-probabilities of a completion, one entry per token in each list."""
 
@@ -267,7 +250,6 @@ class Logprobs(ResponseModel):
     text_offset: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob(ResponseModel):
     """One alternative at a position. bytes: the token's own UTF-8 bytes."""
 
@@ -276,7 +258,6 @@ class TopLogprob(ResponseModel):
     bytes: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob(ResponseModel):
     """A generated token of a chat and its most likely alternatives."""
 
@@ -286,14 +267,12 @@ class TokenLogprob(ResponseModel):
     top_logprobs: tuple[TopLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLogprobs(ResponseModel):
     """Log-probabilities of a chat choice, one entry per token."""
 
     content: tuple[TokenLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChoice(ResponseModel):
     """A choice of a completion, or its addition in a chunk. stop_reason: the stop string or token id that ended it.
 
@@ -311,7 +290,6 @@ class CompletionChoice(ResponseModel):
     rotary: Rotary | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Generated(ResponseModel):
     """Common fields of completions, chats and their chunks. rotary: of the first choice; in a chunk, of the choice that ends."""
 
@@ -323,7 +301,6 @@ class _Generated(ResponseModel):
     rotary: Rotary | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress(ResponseModel):
     """Progress of a prompt: tokens in all, found in the cache, and computed or cached so far. index: of several prompts."""
 
@@ -334,7 +311,6 @@ class PromptProgress(ResponseModel):
     index: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(_Generated):
     """Response of /v1/completions. request_id: its `x-request-id`."""
 
@@ -347,7 +323,6 @@ class Completion(_Generated):
         return self.choices[0].text if self.choices else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChunk(_Generated):
     """An event of a streamed completion. Those with the usage or the progress of the prompt have no choices."""
 
@@ -360,7 +335,6 @@ class CompletionChunk(_Generated):
         return self.choices[0].text if self.choices else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice(ResponseModel):
     """A choice of a chat. stop_reason: the stop string or token id that ended it. rotary: present if the choices differ in it."""
 
@@ -373,7 +347,6 @@ class ChatChoice(ResponseModel):
     rotary: Rotary | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChunkChoice(ResponseModel):
     """An addition to a choice of a chat."""
 
@@ -385,7 +358,6 @@ class ChatChunkChoice(ResponseModel):
     token_ids: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletion(_Generated):
     """Response of /v1/chat/completions. request_id: its `x-request-id`."""
 
@@ -415,7 +387,6 @@ class ChatCompletion(_Generated):
         return self.choices[0].message.parsed if self.choices else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionChunk(_Generated):
     """An event of a streamed chat. Those with the usage or the progress of the prompt have no choices."""
 
@@ -440,7 +411,6 @@ class ChatCompletionChunk(_Generated):
         return (self.choices[0].delta.tool_calls or ()) if self.choices else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Model(ResponseModel):
     """A served model. max_model_len: length of its context in tokens, prompt and answer together.
 
@@ -482,7 +452,6 @@ class Model(ResponseModel):
     adapter: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenization(ResponseModel):
     """Token ids of a text. offsets: [start, end) of each token in characters of the text."""
 
@@ -493,7 +462,6 @@ class Tokenization(ResponseModel):
     token_strs: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Detokenization(ResponseModel):
     """Text of token ids. offsets: [start, end) of each token in characters. token_strs: the text of each token alone."""
 
@@ -507,7 +475,6 @@ class Detokenization(ResponseModel):
         return self.prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Health(ResponseModel):
     """Response of /health or /ready. ok: whether the HTTP status was 200."""
 
@@ -516,7 +483,6 @@ class Health(ResponseModel):
     degraded: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InfillTimings(ResponseModel):
     """Times in milliseconds. cache_n, prompt_n: cached and computed tokens of the prompt."""
 
@@ -527,7 +493,6 @@ class InfillTimings(ResponseModel):
     predicted_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Infill(ResponseModel):
     """Response of /infill, or an event of its stream. stop: whether the text ends here.
 
@@ -551,7 +516,6 @@ class Infill(ResponseModel):
     request_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup(ResponseModel):
     """Blocks of one KV group in cells of `blocks_per_cell` blocks; see `CachePages` in the OpenAPI document.
 
@@ -569,7 +533,6 @@ class CacheGroup(ResponseModel):
     states: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSequence(ResponseModel):
     """Numbers of tokens, blocks and context shifts of a running sequence."""
 
@@ -581,7 +544,6 @@ class CacheSequence(ResponseModel):
     num_reused_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CachePages(ResponseModel):
     """Current contents of the cache. time: seconds of a monotonic clock. counters: by metric name."""
 
@@ -593,7 +555,6 @@ class CachePages(ResponseModel):
     counters: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMap(ResponseModel):
     """Attention of one head. Row i of weights (after the softmax) and scores (before it) has the tokens 0 to i.
 
@@ -613,7 +574,6 @@ class AttentionMap(ResponseModel):
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Pooled(ResponseModel):
     """Fields of the responses of endpoints that generate no text."""
 
@@ -623,7 +583,6 @@ class _Pooled(ResponseModel):
     request_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedText(ResponseModel):
     """The vector of one text. index: its position in the input."""
 
@@ -631,7 +590,6 @@ class EmbeddedText(ResponseModel):
     embedding: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings(_Pooled):
     """Response of /v1/embeddings, in the order of the texts."""
 
@@ -643,7 +601,6 @@ class Embeddings(_Pooled):
         return [item.embedding for item in self.data]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextStates(ResponseModel):
     """Hidden states of one text. rows: one, or with `pooling` "all" one per token."""
 
@@ -651,14 +608,12 @@ class TextStates(ResponseModel):
     rows: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PooledStates(_Pooled):
     """Response of /pooling, in the order of the texts."""
 
     data: tuple[TextStates, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPair(ResponseModel):
     """The score of one pair of texts."""
 
@@ -666,7 +621,6 @@ class ScoredPair(ResponseModel):
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PairScores(_Pooled):
     """Response of /v1/score, in the order of the pairs."""
 
@@ -678,14 +632,12 @@ class PairScores(_Pooled):
         return [item.score for item in self.data]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentText(ResponseModel):
     """A document as it was sent."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankingResult(ResponseModel):
     """One of the documents. index: its position in the request."""
 
@@ -694,14 +646,12 @@ class RankingResult(ResponseModel):
     document: DocumentText | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking(_Pooled):
     """Response of /v1/rerank, the best document first."""
 
     results: tuple[RankingResult, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextClass(ResponseModel):
     """The most probable class of one text, and the probability of each class in the order of the model's labels."""
 
@@ -710,14 +660,12 @@ class TextClass(ResponseModel):
     probs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Classification(_Pooled):
     """Response of /classify, in the order of the texts."""
 
     data: tuple[TextClass, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSample(ResponseModel):
     """A sample of a metric. name: with its suffix, such as `_total`, `_bucket`, `_sum` and `_count`."""
 
@@ -726,7 +674,6 @@ class MetricSample(ResponseModel):
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(ResponseModel):
     """The samples of /metrics in order. docs/reference/metrics.md lists the names."""
 

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic_core import to_json
@@ -21,25 +21,22 @@ from windlass._version import __version__
 from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import EngineError, nearest
 from windlass.server.api import (
-    adapters,
     chat,
     completions,
-    embeddings,
-    health,
     infill,
     introspection,
     messages,
     models,
-    rerank,
+    pooling,
     responses,
     rotary,
     tokenize,
 )
 from windlass.server.app import web_pages
 from windlass.server.app.auth import PUBLIC_PATHS, AuthMiddleware
-from windlass.server.app.host_check import HostMiddleware
 from windlass.server.app.middleware import (
     HeadMiddleware,
+    HostMiddleware,
     LimitsMiddleware,
     RequestIdMiddleware,
     RootPathMiddleware,
@@ -52,10 +49,7 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, error_response, internal_error, to_api_error
 from windlass.server.openapi import openapi_document
 from windlass.server.schemas.base import IGNORED_HEADER
-
-if TYPE_CHECKING:
-    from windlass.server.text.tokenizer import Tokenizer
-
+from windlass.server.text.tokenizer import Tokenizer
 
 _PATH_SIMILARITY = (
     0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
@@ -67,15 +61,15 @@ _ROUTERS = (
     chat.router,
     responses.router,
     messages.router,
-    embeddings.router,
-    rerank.router,
-    rerank.classify_router,
+    pooling.embeddings_router,
+    pooling.ranking_router,
+    pooling.classes_router,
     tokenize.router,
     models.router,
-    adapters.router,
+    models.adapters_router,
     rotary.router,
-    introspection.router,
-    health.router,
+    introspection.inside_router,
+    introspection.health_router,
 )
 
 

@@ -26,7 +26,6 @@ SERVER_ERROR = "server_error"
 # Codes of errors without a code of their own, by status.
 _DEFAULT_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
 _SHORTEN_ADVICE = "shorten the prompt or set truncate_prompt_tokens"
-
 MESSAGES_PATH = "/v1/messages"
 
 # Anthropic's error types, by status.
@@ -66,7 +65,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code or _DEFAULT_CODES.get(status, "internal")
-        self.type = type or (INVALID_REQUEST if status < 500 else SERVER_ERROR)
+        self.type = type or ("rate_limit_error" if status == 429 else INVALID_REQUEST if status < 500 else SERVER_ERROR)
         self.headers = dict(headers or {})
         self.details = details
         self.anthropic_message = anthropic_message
@@ -149,7 +148,7 @@ def to_api_error(error: BaseException, *, retry_after: int = 1) -> ApiError | No
         )
     if isinstance(error, QueueFullError):
         wait = max(1, math.ceil(error.retry_after))
-        return ApiError(429, str(error), type="rate_limit_error", code="queue_full", retry_after=wait)
+        return ApiError(429, str(error), code="queue_full", retry_after=wait)
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
     if isinstance(error, SlowConsumerError):

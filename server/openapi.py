@@ -95,12 +95,7 @@ _ERROR_EXAMPLES = (
         param="host",
         code="host_not_allowed",
     ),
-    ApiError(
-        429,
-        "4096 requests are in progress, the limit of this server",
-        code="too_many_requests",
-        type="rate_limit_error",
-    ),
+    ApiError(429, "4096 requests are in progress, the limit of this server", code="too_many_requests"),
     ApiError(431, "the headers are larger than 65536 bytes", code="request_too_large"),
     ApiError(500, "the server failed on this request; its log has details under this x-request-id"),
     ApiError(503, "the engine is starting", code="engine_unavailable"),

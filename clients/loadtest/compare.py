@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from windlass.clients.loadtest.intervals import Difference, Interval
 
 FORMAT = "windlass-bench-comparison/2"
-
 _PER_RUN_SETTINGS = {"seed"}  # settings that may differ between the runs of one side
 _CACHE_MEASURES = ("cached", "reused")  # shares of a prompt, averaged over requests
 
 Side = Sequence[RunResult]
-
 Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
 

@@ -14,7 +14,6 @@ from windlass.clients.loadtest.results import MEASURES, NamedRun, RequestRecord,
 MAX_POINTS = 4000  # of one scatter
 MAX_ROWS = 4000  # of one timeline
 BINS = 40
-
 _PHASES = ("queue", "prefill", "decode")
 
 

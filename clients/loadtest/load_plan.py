@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.clients.loadtest.results import SLO_MEASURES
 from windlass.clients.loadtest.target import LoadTestError, Target
 
 MAX_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mistyped rate would exhaust the memory
-
 _DISTRIBUTIONS = ("uniform", "normal", "lognormal")
 _LENGTH_FORMS = "128, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD"
 _SCALING_FORMS = '\'{"rope_type": "yarn", "factor": 4}\', "yarn 4", the name of a profile, or null'
@@ -328,16 +327,6 @@ class WorkloadSpec:
                 raise LoadTestError(f"{name.replace('_', ' ')} must be at least {bound}, got {getattr(self, name):g}")
 
 
-class Schedule(Protocol):
-    """Arrivals of an open loop, which do not wait for responses."""
-
-    def offered_rate(self, times: Sequence[float]) -> float | None:
-        """Requests per second over these of its times; None where it is undefined."""
-
-    def times(self, seed: int) -> Iterator[float]:
-        """Intended times in seconds, ascending from 0, equal for equal seeds. Endless unless the schedule ends."""
-
-
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """Arrivals at a rate.
@@ -362,10 +351,11 @@ class Arrivals:
             raise LoadTestError("a ramp needs an end: give the run a duration or a number of requests")
 
     def offered_rate(self, times: Sequence[float]) -> float | None:
+        """Requests per second over these of its times; None where it is undefined."""
         return self.rate if self.end_rate is None else _mean_rate(times)
 
     def times(self, seed: int) -> Iterator[float]:
-        """Arrivals of a process of rate 1 with time rescaled to the given rate.
+        """Intended times in seconds, endless, equal for equal seeds: a process of rate 1 with time rescaled to the given rate.
 
         A Poisson process remains one under such a change of time (Çınlar, Introduction to Stochastic Processes, 1975).
         """
@@ -410,7 +400,12 @@ class Replay:
         return _mean_rate(times)
 
     def times(self, seed: int) -> Iterator[float]:
+        """Intended times in seconds, ascending from 0."""
         return ((time - self.timestamps[0]) / self.speed for time in self.timestamps)
+
+
+# Arrivals of an open loop, which do not wait for responses.
+Schedule = Arrivals | Replay
 
 
 def _mean_rate(times: Sequence[float]) -> float | None:

@@ -30,7 +30,6 @@ from windlass.clients.loadtest.results import (
 )
 
 MAX_FAILURES = 50  # rows of the table of failures
-
 _SCRIPTS = ("uPlot.iife.min.js", "chart.js", "report.js")
 _STYLES = ("uPlot.min.css", "report.css")
 

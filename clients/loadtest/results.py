@@ -48,10 +48,8 @@ _CSV_FIELDS = (
 )
 _CSV_MEASURES = ("ttft_ms", "ttft_actual_ms", "tpot_ms", "e2el_ms", "lag_ms")
 COLUMNS = ("run", "rate", *_CSV_FIELDS, "chunks", *_CSV_MEASURES, "itl_mean_ms", "itl_p99_ms")
-
 _COUNTS = ("index", "input_tokens", "output_tokens", "cached_tokens", "reused_tokens", "asked_tokens")
 _MAX_COUNT = 2**63  # JSON integers are unbounded, and arithmetic with floats fails beyond their range
-
 _LATER_TURN = re.compile(r"turn (?!1\b)\d")
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -27,7 +26,6 @@ _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # responses are as without 
 _VOLATILE_FIELDS = frozenset({"created", "permission"})
 
 _RESERVED_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
-
 _CONTROL_SECONDS = 30.0
 _METRICS_SECONDS = 5.0  # a server that no longer responds must not delay the report
 
@@ -142,9 +140,7 @@ class ControlClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._http.aclose()
 
     async def discover(self, ready_seconds: float = 60.0) -> Server:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import GenerationJob
-from windlass.server.serving.response_format import JsonList, chat_logprobs
-from windlass.server.serving.response_writer import Writer
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage
+from windlass.server.serving.response_writer import JsonList, Writer, chat_logprobs
 from windlass.server.text.stream_parser import (
     CallArguments,
     CallStart,

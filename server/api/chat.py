@@ -13,16 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import MessageBuilder
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.chat import ChatCompletion, ChatEvent, ChatRequest
-from windlass.server.serving.conversation import check_chat, prepare_chat
-from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
-from windlass.server.serving.response_format import JsonList, chat_logprobs, encode
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage
+from windlass.server.serving.prompts import check_chat, prepare_chat
+from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, JsonList, chat_logprobs, encode
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import Content, Event
@@ -164,7 +162,9 @@ def _example_choice(delta: dict[str, Any], finish_reason: str | None = None, **f
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **fields}
 
 
-_CHAT = Operation(
+@router.endpoint(
+    "POST",
+    "/v1/chat/completions",
     body=ChatRequest,
     response=ChatCompletion,
     events=ChatEvent,
@@ -196,9 +196,6 @@ _CHAT = Operation(
         _example_chunk(),
     ],
 )
-
-
-@router.endpoint("POST", "/v1/chat/completions", _CHAT)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
     arrival = time.monotonic()

@@ -12,16 +12,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.outputs import TokenLogprobs
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation, example_chunk
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, example_chunk
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.schemas.completions import Completion, CompletionEvent, CompletionRequest
-from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import GenerationJob, admit_request, scaling_hint
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage, admit_request, scaling_hint
 from windlass.server.serving.prompts import check_suffix, check_token_prompts, fill_in_prompts, split_prompts
-from windlass.server.serving.response_format import CompletionLogprobLists, JsonList, encode
-from windlass.server.serving.response_writer import ChoiceWriter, CollectedChoice, in_batches
+from windlass.server.serving.response_writer import (
+    ChoiceWriter,
+    CollectedChoice,
+    CompletionLogprobLists,
+    JsonList,
+    encode,
+    in_batches,
+)
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
 
@@ -151,7 +156,10 @@ def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
 
 _example_chunk = partial(example_chunk, "cmpl", "text_completion")
 
-_COMPLETION = Operation(
+
+@router.endpoint(
+    "POST",
+    "/v1/completions",
     body=CompletionRequest,
     response=Completion,
     events=CompletionEvent,
@@ -187,9 +195,6 @@ _COMPLETION = Operation(
         _example_chunk(),
     ],
 )
-
-
-@router.endpoint("POST", "/v1/completions", _COMPLETION)
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     arrival = time.monotonic()

@@ -11,8 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import GENERATION_ERRORS, ApiRouter, FieldNames
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import state_of
 from windlass.server.errors import bad_request
@@ -27,9 +26,8 @@ from windlass.server.schemas.completions import (
 )
 from windlass.server.schemas.generation import SharedRequest
 from windlass.server.schemas.response_parts import Rotary
-from windlass.server.serving.deltas import Delta, TokenUsage
 from windlass.server.serving.generation import check_generation, run_generation
-from windlass.server.serving.job import GenerationJob, admit_request
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage, admit_request
 from windlass.server.serving.prompts import fit_infill_prompt, require_fill_in
 from windlass.server.serving.response_writer import CollectedChoice, Writer
 from windlass.server.serving.streaming import Exchange, StreamFormat
@@ -51,7 +49,6 @@ _DISABLED_VALUES: dict[str, dict[str, Any]] = {
 }
 
 _SAMPLER_NAMES = frozenset(SAMPLERS.values())
-
 DEFAULT_TOKENS = 1024  # of an answer, as many models never end one in a gap by themselves
 
 router = ApiRouter("Fill-in-the-middle", "Text for a gap, in the form of llama.cpp's server.")
@@ -225,7 +222,9 @@ def _select_fields(response: dict[str, Any], fields: Sequence[str]) -> dict[str,
     return selected
 
 
-_INFILL = Operation(
+@router.endpoint(
+    "POST",
+    "/infill",
     body=InfillRequest,
     response=Infill,
     events=InfillEvent,
@@ -274,9 +273,6 @@ _INFILL = Operation(
         },
     ],
 )
-
-
-@router.endpoint("POST", "/infill", _INFILL)
 async def infill(request: Request) -> Response:
     """Fill the gap between two texts, in the form of llama.cpp's server, as editor plugins expect it."""
     arrival = time.monotonic()

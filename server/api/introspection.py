@@ -1,4 +1,4 @@
-"""`GET /v1/cache` and `POST /v1/attention`."""
+"""`GET /health`, `/ready`, `/version`, `/metrics` and `/v1/cache`, and `POST /v1/attention`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from dataclasses import asdict
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
@@ -14,30 +14,98 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot, CacheQuery
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, json_response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, loaded_model, owner_of, require_admin, state_of
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel
+from windlass.server.observability.metrics import CONTENT_TYPE
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, StrictModel, optional
 from windlass.server.serving.prompts import check_token_ids
 from windlass.server.serving.request_rotation import parse_rotation
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
 
-router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
+health_router = ApiRouter("Health", "State of the server.")
+inside_router = ApiRouter("Inside", "Contents of the cache, and attention weights.")
+
+
+class ReplicaCount(StrictModel):
+    """Engines of a server with several."""
+
+    total: int = Field(description="Number of engines that serve the model.")
+    ready: int = Field(description="Number of engines that accept requests.")
+
+
+class Status(StrictModel):
+    """State of the server: `draining` during a shutdown, else the state of its engine."""
+
+    status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"] = Field(
+        description="State of the server."
+    )
+    degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = optional(
+        "Only for `/health`: faults of the last minute from which the server recovered. Absent if there were none."
+    )
+    crash_report: str | None = optional(
+        "Only for `/health`: file name of the last crash report of the engine, in `WINDLASS_CRASH_DIR`. "
+        "Absent if there is none."
+    )
+    replicas: ReplicaCount | None = optional("Only for `/health`: number of engines. Absent if there is one engine.")
+
+
+class Version(StrictModel):
+    """Version number of the server."""
+
+    version: str = Field(description="Version of the server.")
+
+
+_UNREADY = "The engine is not ready, or the connection was refused."
+
+
+@health_router.endpoint("GET", "/health", limited=False, response=Status, unready=_UNREADY)
+async def health(request: Request) -> Response:
+    """200 while the process and the engine are alive, draining included; lists recent faults."""
+    state = state_of(request)
+    answer = Status.model_construct(status=state.engine.state)
+    if degraded := state.conditions.current():
+        answer.degraded = degraded
+    # Any client may ask: only the name, in a folder that the operator knows.
+    if (report := state.engine.crash_report) is not None:
+        answer.crash_report = report.name
+    if state.engine.has_replicas:
+        engines = state.engine.engines
+        ready = sum(engine.state == "ready" for engine in engines)
+        answer.replicas = ReplicaCount(total=len(engines), ready=ready)
+    return _response(state, answer, state.engine.state == "ready")
+
+
+@health_router.endpoint("GET", "/ready", limited=False, response=Status, unready=_UNREADY)
+async def ready(request: Request) -> Response:
+    """200 while new work is accepted."""
+    state = state_of(request)
+    answer = Status.model_construct(status="draining" if state.draining else state.engine.state)
+    return _response(state, answer, answer.status == "ready")
+
+
+@health_router.endpoint("GET", "/version", limited=False, response=Version)
+async def version(request: Request) -> Response:
+    """Version of the server."""
+    return json_response(Version(version=request.app.version))
+
+
+@health_router.endpoint("GET", "/metrics", limited=False, response=None, errors=(403,))
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    require_admin(request)
+    return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _response(state: ServerState, answer: Status, ok: bool) -> Response:
+    headers = {} if ok else {"retry-after": str(state.settings.retry_after_seconds)}
+    return json_response(answer, status=200 if ok else 503, headers=headers)
+
 
 _COUNTERS = (
-    "num_running",
-    "num_waiting",
-    "num_preemptions",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "prompt_tokens",
-    "generation_tokens",
-    "context_shifts",
-    "dropped_tokens",
-    "reused_passages",
-    "reused_tokens",
-    "key_moves",
+    *("num_running", "num_waiting", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens"),
+    *("generation_tokens", "context_shifts", "dropped_tokens", "reused_passages", "reused_tokens", "key_moves"),
 )
 
 
@@ -93,14 +161,14 @@ class AttentionRequest(StrictModel):
     """A text of 2 to 256 tokens, as `prompt` or as `tokens`, and a head of the model."""
 
     model: RequestedModel = None
-    prompt: Annotated[str, Field(max_length=16384)] | None = Field(default=None, description="Text of 2 to 256 tokens.")
+    prompt: Annotated[str, Field(max_length=16384)] | None = optional("Text of 2 to 256 tokens.")
     tokens: (
         Annotated[
             list[Any],
             Field(max_length=MAX_ATTENTION_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}),
         ]
         | None
-    ) = Field(default=None, description="Token ids in place of `prompt`.")
+    ) = optional("Token ids in place of `prompt`.")
     layer: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         default=0, description="Index of the layer, from 0. Default: 0."
     )
@@ -136,7 +204,7 @@ class AttentionMap(StrictModel):
     )
 
 
-@router.endpoint("GET", "/v1/cache", Operation(response=CachePages, errors=(403,)), limited=False)
+@inside_router.endpoint("GET", "/v1/cache", limited=False, response=CachePages, errors=(403,))
 async def cache_pages(request: Request) -> Response:
     """Current contents of the cache: blocks by their state and owner, running sequences, and counters."""
     require_admin(request)
@@ -157,25 +225,23 @@ async def _cache_json(state: ServerState) -> tuple[bytes, float]:
     return to_json(answer), cost
 
 
-@router.endpoint(
+@inside_router.endpoint(
     "POST",
     "/v1/attention",
-    Operation(
-        body=AttentionRequest,
-        response=AttentionMap,
-        errors=(*BODY_ERRORS, 403),
-        examples={
-            "scaled": (
-                "A head under a scaling",
-                {
-                    "prompt": "In the beginning",
-                    "layer": 0,
-                    "head": 1,
-                    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-                },
-            )
-        },
-    ),
+    body=AttentionRequest,
+    response=AttentionMap,
+    errors=(*BODY_ERRORS, 403),
+    examples={
+        "scaled": (
+            "A head under a scaling",
+            {
+                "prompt": "In the beginning",
+                "layer": 0,
+                "head": 1,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+        )
+    },
 )
 async def attention(request: Request) -> Response:
     """Compute the attention of one head in a short text, under a rotary scaling. Other requests wait for its forward

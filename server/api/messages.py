@@ -13,29 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, FieldNames
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import ApiError, bad_request, error_body
+from windlass.server.schemas import messages as schemas
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.messages import (
-    CountTokensRequest,
-    InputMessage,
-    MessageAnswer,
-    MessageEvent,
-    MessageRequest,
-    MessageToolChoice,
-    TextBlock,
-    Thinking,
-    ThinkingBlock,
-    TokenCount,
-    ToolResultBlock,
-    ToolUseBlock,
-    function_definitions,
-    text_of,
-)
 from windlass.server.schemas.tools import (
     MadeFunctionCall,
     MadeToolCall,
@@ -43,11 +27,10 @@ from windlass.server.schemas.tools import (
     named_choice,
     replace_lone_surrogates,
 )
-from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
-from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
-from windlass.server.serving.response_format import JsonList
+from windlass.server.serving.job import GenerationJob, TokenUsage
+from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
+from windlass.server.serving.response_writer import JsonList
 from windlass.server.serving.streaming import Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 from windlass.server.text.reasoning import ThinkingControl
 
@@ -69,13 +52,13 @@ MAX_MESSAGES_ON_EVENT_LOOP = 500  # larger conversations are translated in a thr
 
 
 def chat_request_from_messages(
-    body: MessageRequest | CountTokensRequest, model: ThinkingControl
+    body: schemas.MessageRequest | schemas.CountTokensRequest, model: ThinkingControl
 ) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. model: how its thinking is controlled."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
     if body.system is not None and (system := _instructions(body.system)):
-        messages.append(ChatMessage.model_construct(role="system", content=text_of(system)))
+        messages.append(ChatMessage.model_construct(role="system", content=schemas.text_of(system)))
         message_paths.append("system")
     for number, message in enumerate(body.messages):
         made = _assistant_messages(message) if message.role == "assistant" else _other_messages(message, number)
@@ -84,7 +67,7 @@ def chat_request_from_messages(
     if len(messages) > MAX_MESSAGES:
         raise bad_request(f"the conversation has more than {MAX_MESSAGES} messages", "messages")
     fields: dict[str, Any] = {}
-    if isinstance(body, MessageRequest):
+    if isinstance(body, schemas.MessageRequest):
         fields = {name: getattr(body, name) for name in SharedRequest.model_fields}
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     output = body.output_config
@@ -99,7 +82,7 @@ def chat_request_from_messages(
     chat = ChatRequest.model_construct(
         **{"model": body.model, **fields},
         messages=messages,
-        tools=function_definitions(body.tools or ()) or None,
+        tools=schemas.function_definitions(body.tools or ()) or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=None if output is None or output.format is None else _response_format(output.format),
@@ -113,14 +96,14 @@ def chat_request_from_messages(
     return chat, FieldNames(names, message_paths, _MESSAGE_FIELD_NAMES)
 
 
-def _effort_field(body: MessageRequest | CountTokensRequest) -> str:
+def _effort_field(body: schemas.MessageRequest | schemas.CountTokensRequest) -> str:
     """The field that sets the effort of the chat."""
     by_config = body.output_config is not None and body.output_config.effort is not None
     disabled = body.thinking is not None and body.thinking.type == "disabled"
     return "output_config.effort" if by_config and not disabled else "thinking"
 
 
-def ignored_fields(body: MessageRequest, model: ThinkingControl) -> Iterator[str]:
+def ignored_fields(body: schemas.MessageRequest, model: ThinkingControl) -> Iterator[str]:
     """Fields without effect on this model, and hosted tools.
 
     Clients that enable thinking do so for every model, also for those whose thinking cannot be limited.
@@ -130,7 +113,7 @@ def ignored_fields(body: MessageRequest, model: ThinkingControl) -> Iterator[str
     yield from hosted_names(body.tools or ())
 
 
-def _instructions(blocks: Sequence[Any]) -> list[TextBlock]:
+def _instructions(blocks: Sequence[Any]) -> list[schemas.TextBlock]:
     """The blocks of a system prompt without Claude Code's billing header.
 
     It changes with every conversation or request, so that no prefix after it would be found in the cache.
@@ -145,17 +128,17 @@ def _instructions(blocks: Sequence[Any]) -> list[TextBlock]:
     return kept
 
 
-def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
-    text_blocks = [block for block in message.content if isinstance(block, TextBlock)]
-    thinking_text = "\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+def _assistant_messages(message: schemas.InputMessage) -> list[ChatMessage]:
+    text_blocks = [block for block in message.content if isinstance(block, schemas.TextBlock)]
+    thinking_text = "\n".join(block.thinking for block in message.content if isinstance(block, schemas.ThinkingBlock))
     calls = [
         MadeToolCall.model_construct(
             id=block.id, function=MadeFunctionCall.model_construct(name=block.name, arguments=block.input)
         )
         for block in message.content
-        if isinstance(block, ToolUseBlock)
+        if isinstance(block, schemas.ToolUseBlock)
     ]
-    fields: dict[str, Any] = {"content": text_of(text_blocks) if text_blocks else None if calls else ""}
+    fields: dict[str, Any] = {"content": schemas.text_of(text_blocks) if text_blocks else None if calls else ""}
     if thinking_text:
         fields["reasoning_content"] = thinking_text
     if calls:
@@ -163,20 +146,20 @@ def _assistant_messages(message: InputMessage) -> list[ChatMessage]:
     return [ChatMessage.model_construct(role="assistant", **fields)]
 
 
-def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
+def _other_messages(message: schemas.InputMessage, number: int) -> list[ChatMessage]:
     """One message for each result of a call, and one for the text after them."""
     made: list[ChatMessage] = []
-    texts: list[TextBlock] = []
+    texts: list[schemas.TextBlock] = []
     for place, block in enumerate(message.content):
-        if isinstance(block, TextBlock):
+        if isinstance(block, schemas.TextBlock):
             texts.append(block)
-        elif isinstance(block, ToolResultBlock) and message.role == "user":
+        elif isinstance(block, schemas.ToolResultBlock) and message.role == "user":
             if texts:
                 raise bad_request(
                     "results of calls must precede the text of their message: move this tool_result before the text blocks",
                     f"messages[{number}].content[{place}]",
                 )
-            result = text_of(block.content or ())
+            result = schemas.text_of(block.content or ())
             text = f"Error: {result}" if block.is_error else result
             made.append(ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=text))
         else:
@@ -185,11 +168,11 @@ def _other_messages(message: InputMessage, number: int) -> list[ChatMessage]:
                 f"messages[{number}].content[{place}].type",
             )
     if texts or not made:
-        made.append(ChatMessage.model_construct(role=message.role, content=text_of(texts)))
+        made.append(ChatMessage.model_construct(role=message.role, content=schemas.text_of(texts)))
     return made
 
 
-def _tool_choice(choice: MessageToolChoice | None) -> Any:
+def _tool_choice(choice: schemas.MessageToolChoice | None) -> Any:
     if choice is None:
         return None
     if (choice.type == "tool") != (choice.name is not None):
@@ -201,7 +184,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _effort_and_budget(thinking: Thinking | None) -> tuple[Any, int | None]:
+def _effort_and_budget(thinking: schemas.Thinking | None) -> tuple[Any, int | None]:
     """Effort and budget of a chat."""
     if thinking is None:
         return None, None
@@ -213,7 +196,7 @@ def _effort_and_budget(thinking: Thinking | None) -> tuple[Any, int | None]:
 
 
 def _template_variables(
-    body: MessageRequest | CountTokensRequest, thinking_variables: Mapping[str, Any]
+    body: schemas.MessageRequest | schemas.CountTokensRequest, thinking_variables: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     if body.thinking is None or body.thinking.type == "disabled" or not thinking_variables:
         return body.chat_template_kwargs
@@ -325,10 +308,13 @@ _EXAMPLE_USAGE = {
     "output_tokens": 2,
 }
 
-_MESSAGE = Operation(
-    body=MessageRequest,
-    response=MessageAnswer,
-    events=MessageEvent,
+
+@router.endpoint(
+    "POST",
+    "/v1/messages",
+    body=schemas.MessageRequest,
+    response=schemas.MessageAnswer,
+    events=schemas.MessageEvent,
     named_events=True,
     errors=GENERATION_ERRORS,
     examples={
@@ -370,14 +356,11 @@ _MESSAGE = Operation(
         {"type": "message_stop"},
     ],
 )
-
-
-@router.endpoint("POST", "/v1/messages", _MESSAGE)
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
     arrival = time.monotonic()
     state = state_of(request)
-    body = await read_body(request, MessageRequest)
+    body = await read_body(request, schemas.MessageRequest)
     chat_request, names = await _translate(state, body)
     report_ignored(request, *ignored_fields(body, state.thinking))
     with names.renamed_errors():
@@ -398,7 +381,9 @@ async def create_message(request: Request) -> Response:
     )
 
 
-async def _translate(state: ServerState, body: MessageRequest | CountTokensRequest) -> tuple[ChatRequest, FieldNames]:
+async def _translate(
+    state: ServerState, body: schemas.MessageRequest | schemas.CountTokensRequest
+) -> tuple[ChatRequest, FieldNames]:
     made = body, state.thinking
     large = len(body.messages) > MAX_MESSAGES_ON_EVENT_LOOP
     return (
@@ -411,19 +396,17 @@ async def _translate(state: ServerState, body: MessageRequest | CountTokensReque
 @router.endpoint(
     "POST",
     "/v1/messages/count_tokens",
-    Operation(
-        body=CountTokensRequest,
-        response=TokenCount,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A conversation", _QUESTION)},
-    ),
+    body=schemas.CountTokensRequest,
+    response=schemas.TokenCount,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A conversation", _QUESTION)},
 )
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
     state = state_of(request)
-    body = await read_body(request, CountTokensRequest)
+    body = await read_body(request, schemas.CountTokensRequest)
     state.check_model(body.model)
     chat_request, names = await _translate(state, body)
     with names.renamed_errors():
         count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
-    return LargeJsonResponse(TokenCount(input_tokens=count).json_bytes())
+    return LargeJsonResponse(schemas.TokenCount(input_tokens=count).json_bytes())

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`."""
+"""`GET /v1/models` and `/v1/models/{id}`, and loading and unloading of adapters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.interface.model_info import ModelInfo
-from windlass.server.api.router import ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter
 from windlass.server.app.adapter_registry import ServedAdapter
-from windlass.server.app.state import ServerState, state_of
-from windlass.server.schemas.base import StrictModel
+from windlass.server.app.request_body import read_body
+from windlass.server.app.state import ServerState, require_admin, state_of
+from windlass.server.schemas.base import StrictModel, optional
 from windlass.server.schemas.response_parts import EffectiveLength, ScalingValue
-from windlass.server.serving.response_format import auto_scaling_object, model_rotary_object
+from windlass.server.serving.request_rotation import auto_scaling_object, model_rotary_object
+from windlass.server.serving.streaming import run_while_connected
 from windlass.server.text.reasoning import NONE
 
 router = ApiRouter("Models", "The served model and its adapters.")
+adapters_router = ApiRouter("Adapters", "LoRA adapters, loaded and unloaded while the server runs.")
 
 # Fields of `ContextSettings` from the server's settings, and from the engine.
 _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
@@ -32,32 +35,22 @@ class ContextSettings(StrictModel):
     """Context rules of requests that do not set them, and limits of sequences that drop tokens."""
 
     context_overflow: Annotated[str, Field(description="`error`, `stop`, `shift` or `drop_turns`.")]
-    keep_tokens: int | None = Field(
-        default=None,
-        description="Number of leading tokens that `shift` never drops. Null: a chat's system prompt, else 16 tokens.",
+    keep_tokens: int | None = optional(
+        "Number of leading tokens that `shift` never drops. Null: a chat's system prompt, else 16 tokens."
     )
-    attention_window: int | None = Field(
-        default=None, description="Number of tokens that each token attends to. Null: all."
-    )
-    attention_sinks: int | None = Field(
-        default=None, description="Number of leading tokens that each token also attends to."
-    )
+    attention_window: int | None = optional("Number of tokens that each token attends to. Null: all.")
+    attention_sinks: int | None = optional("Number of leading tokens that each token also attends to.")
     cache_reuse: int = Field(
         description="Minimum length of passages reused from other positions, in tokens. 0: no reuse."
     )
-    shift_context: int | None = Field(
-        default=None,
-        description="With `shift`: number of tokens that a sequence holds at once. Null until the model has loaded.",
+    shift_context: int | None = optional(
+        "With `shift`: number of tokens that a sequence holds at once. Null until the model has loaded."
     )
-    max_total_tokens: int | None = Field(
-        default=None, description="With `shift`: maximum number of tokens of prompt and answer. Null: unlimited."
+    max_total_tokens: int | None = optional(
+        "With `shift`: maximum number of tokens of prompt and answer. Null: unlimited."
     )
-    shift_refusal: str | None = Field(
-        default=None, description="Why this model does not support `shift`. Null: it does."
-    )
-    reuse_refusal: str | None = Field(
-        default=None, description="Why this model does not support `cache_reuse`. Null: it does."
-    )
+    shift_refusal: str | None = optional("Why this model does not support `shift`. Null: it does.")
+    reuse_refusal: str | None = optional("Why this model does not support `cache_reuse`. Null: it does.")
 
 
 class ModelDraft(StrictModel):
@@ -94,7 +87,7 @@ class RotaryStep(StrictModel):
     up_to: int | None = Field(description="Maximum number of tokens of prompt and output. Null: unlimited.")
     rope_scaling: dict[str, ScalingValue] = Field(description="Scaling of requests up to this length.")
     effective_length: EffectiveLength
-    profile: str | None = Field(default=None, description="Profile of the step, if the operator's thresholds name one.")
+    profile: str | None = optional("Profile of the step, if the operator's thresholds name one.")
 
 
 class RotaryLadderShown(StrictModel):
@@ -237,7 +230,7 @@ class ModelList(StrictModel):
     last_id: str = Field(description="Id of the last entry. Null if there is none.")
 
 
-@router.endpoint("GET", "/v1/models", Operation(response=ModelList), limited=False)
+@router.endpoint("GET", "/v1/models", limited=False, response=ModelList)
 async def list_models(request: Request) -> Response:
     """List the served model under each of its names, and its adapters."""
     state = state_of(request)
@@ -249,7 +242,7 @@ async def list_models(request: Request) -> Response:
     return _json({"object": "list", "data": found, **ends})
 
 
-@router.endpoint("GET", "/v1/models/{model:path}", Operation(response=Model, errors=(404,)), limited=False)
+@router.endpoint("GET", "/v1/models/{model:path}", limited=False, response=Model, errors=(404,))
 async def get_model(request: Request, model: Annotated[str, Path(description="Name of a served model.")]) -> Response:
     """Describe the served model or an adapter."""
     state = state_of(request)
@@ -291,15 +284,8 @@ async def model_object(state: ServerState) -> dict[str, Any]:
         "adapter": None,
     }
     for name in (
-        "max_model_len",
-        "dtype",
-        "weight_dtype",
-        "kv_cache_dtype",
-        "quantization",
-        "architecture",
-        "num_parameters",
-        "vocab_size",
-        "trained_len",
+        *("max_model_len", "dtype", "weight_dtype", "kv_cache_dtype", "quantization", "architecture"),
+        *("num_parameters", "vocab_size", "trained_len"),
     ):
         fields[name] = None if info is None else getattr(info, name)
     draft = None if info is None else info.draft_model
@@ -371,3 +357,75 @@ def _scored_by(info: ModelInfo, *, has_answer_tokens: bool) -> str | None:
 
 def _json(payload: dict[str, Any]) -> Response:
     return Response(to_json(payload), media_type="application/json")
+
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+_ERRORS = (*BODY_ERRORS, 403)
+
+
+class LoadAdapterRequest(StrictModel):
+    """The adapter to load."""
+
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        description="Directory in PEFT's format, inside the server's adapter folder or relative to it."
+    )
+
+
+class UnloadAdapterRequest(StrictModel):
+    """The adapter to unload."""
+
+    lora_name: AdapterName = Field(description="Name of the adapter, which requests give as their `model`.")
+
+
+class AdapterAnswer(StrictModel):
+    """State of the adapter."""
+
+    id: str = Field(description="Name of the adapter.")
+    object: Literal["lora_adapter"] = "lora_adapter"
+    status: Literal["loaded", "unloaded", "draining"] = Field(
+        description="`draining`: requests still use the adapter; it is unloaded when they end."
+    )
+    rank: int | None = optional("Largest rank of the loaded adapter's matrices, else null.")
+    targets: list[str] | None = optional("Kinds of layers that the loaded adapter changes, else null.")
+
+
+@adapters_router.endpoint(
+    "POST",
+    "/v1/load_lora_adapter",
+    body=LoadAdapterRequest,
+    response=AdapterAnswer,
+    errors=_ERRORS,
+    examples={"plain": ("A directory in the adapter folder", {"lora_name": "poet", "lora_path": "poet"})},
+)
+async def load_adapter(request: Request) -> Response:
+    """Load an adapter. Requests then give its name as their model."""
+    require_admin(request)
+    state = state_of(request)
+    body = await read_body(request, LoadAdapterRequest)
+    state.admit()
+    adapter = await run_while_connected(request, state.adapters.load(body.lora_name, body.lora_path))
+    answer = AdapterAnswer(id=body.lora_name, status="loaded")
+    if adapter.info is not None:
+        answer.rank, answer.targets = adapter.info.rank, list(adapter.info.targets)
+    return Response(to_json(answer), media_type="application/json")
+
+
+@adapters_router.endpoint(
+    "POST",
+    "/v1/unload_lora_adapter",
+    body=UnloadAdapterRequest,
+    response=AdapterAnswer,
+    errors=_ERRORS,
+    examples={"plain": ("A loaded adapter", {"lora_name": "poet"})},
+)
+async def unload_adapter(request: Request) -> Response:
+    """Unload an adapter: refuse new requests for it, and answer when its last request has ended, or after a time limit."""
+    require_admin(request)
+    state = state_of(request)
+    body = await read_body(request, UnloadAdapterRequest)
+    unloaded = await run_while_connected(request, state.adapters.unload(body.lora_name))
+    answer = AdapterAnswer(id=body.lora_name, status="unloaded" if unloaded else "draining")
+    return Response(to_json(answer), media_type="application/json")

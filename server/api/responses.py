@@ -14,43 +14,14 @@ from starlette.responses import Response
 
 from windlass.engine.interface.request import SamplingParams
 from windlass.server.api.assistant_message import AnswerBlock, BlockWriter
-from windlass.server.api.field_names import FieldNames
-from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, Operation, query_parameter
+from windlass.server.api.router import BODY_ERRORS, GENERATION_ERRORS, ApiRouter, FieldNames, query_parameter
 from windlass.server.app.request_body import read_body, report_ignored
 from windlass.server.app.response_store import ResponseStore, StoredResponse, items_until
 from windlass.server.app.state import ServerState, caller_of, owner_of, state_of
 from windlass.server.errors import ApiError, bad_request
+from windlass.server.schemas import responses as schemas
 from windlass.server.schemas.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.schemas.generation import SharedRequest
-from windlass.server.schemas.responses import (
-    CUSTOM_INPUT,
-    INCOMPLETE,
-    LOGPROBS,
-    AdditionalTools,
-    CallItem,
-    CallOutputItem,
-    CountInputRequest,
-    CustomCallItem,
-    DeletedResponse,
-    FunctionTool,
-    InputTokens,
-    Item,
-    ItemList,
-    ItemReference,
-    MessageItem,
-    OfferedTool,
-    ReasoningItem,
-    ResponseAnswer,
-    ResponseEvent,
-    ResponseRequest,
-    ToolNamespace,
-    as_items,
-    check_tools,
-    input_items_of_output,
-    offered_name,
-    offered_tools,
-    text_of,
-)
 from windlass.server.schemas.tools import (
     ALLOWED_TOOLS,
     HostedTool,
@@ -61,19 +32,11 @@ from windlass.server.schemas.tools import (
     named_choice,
     replace_lone_surrogates,
 )
-from windlass.server.serving.conversation import check_chat, count_chat, prepare_chat
-from windlass.server.serving.deltas import TokenUsage
 from windlass.server.serving.generation import run_generation
-from windlass.server.serving.job import GenerationJob
-from windlass.server.serving.response_format import JsonList, encode, encode_pieces
-from windlass.server.serving.response_writer import usage_object
-from windlass.server.serving.streaming import (
-    KEEP_ALIVE,
-    Exchange,
-    LargeJsonResponse,
-    StreamFormat,
-    run_while_connected,
-)
+from windlass.server.serving.job import GenerationJob, TokenUsage
+from windlass.server.serving.prompts import check_chat, count_chat, prepare_chat
+from windlass.server.serving.response_writer import JsonList, encode, encode_pieces, usage_object
+from windlass.server.serving.streaming import KEEP_ALIVE, Exchange, LargeJsonResponse, StreamFormat, run_while_connected
 
 _FIELD_NAMES = {
     "messages": "input",
@@ -110,20 +73,22 @@ _INPUT_ID_PREFIXES = {
 }
 
 
-def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -> tuple[ChatRequest, FieldNames]:
+def chat_request_from_response(
+    body: schemas.ResponseRequest, earlier: Sequence[schemas.Item]
+) -> tuple[ChatRequest, FieldNames]:
     """Translate a request into a chat; raises ApiError naming the field. earlier: items of the continued conversation."""
     messages: list[ChatMessage] = []
     message_paths: list[str] = []
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
         message_paths.append("instructions")
-    items = as_items(body.input)
-    outputs = {item.call_id for item in items if isinstance(item, CallOutputItem)}
+    items = schemas.as_items(body.input)
+    outputs = {item.call_id for item in items if isinstance(item, schemas.CallOutputItem)}
     builder = _MessagesBuilder(messages, message_paths, outputs)
     for earlier_item in earlier:
         builder.add(earlier_item, "previous_response_id")
     for number, item in enumerate(items):
-        if not isinstance(item, AdditionalTools):
+        if not isinstance(item, schemas.AdditionalTools):
             builder.add(item, f"input[{number}]")
     builder.end()
     if not messages:
@@ -132,7 +97,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         raise bad_request(
             f"the conversation has more than {MAX_MESSAGES} messages", "previous_response_id" if earlier else "input"
         )
-    logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    logprobs = bool(body.top_logprobs) or schemas.LOGPROBS in (body.include or ())
     fields: dict[str, Any] = {name: getattr(body, name) for name in SharedRequest.model_fields}
     fields["context_overflow"] = _context_overflow(body)
     chat = ChatRequest.model_construct(
@@ -142,7 +107,7 @@ def chat_request_from_response(body: ResponseRequest, earlier: Sequence[Item]) -
         stop=body.stop,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=[tool.definition for tool in offered_tools(body.tools or ())] or None,
+        tools=[tool.definition for tool in schemas.offered_tools(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
@@ -166,16 +131,16 @@ class _MessagesBuilder:
         self._assistant_fields: dict[str, Any] = {}  # of the current turn
         self._path = ""
 
-    def add(self, item: Item, path: str) -> None:
-        if isinstance(item, ReasoningItem):
+    def add(self, item: schemas.Item, path: str) -> None:
+        if isinstance(item, schemas.ReasoningItem):
             if "content" in self._assistant_fields or "tool_calls" in self._assistant_fields:
                 self.end()
             thinking = self._list_field("reasoning_content", path)
             if thinking == [""]:
                 thinking.clear()
-            thinking.append(text_of(item.content or item.summary))
-        elif isinstance(item, CallItem | CustomCallItem):
-            if item.status == INCOMPLETE and item.call_id not in self._answered:
+            thinking.append(schemas.text_of(item.content or item.summary))
+        elif isinstance(item, schemas.CallItem | schemas.CustomCallItem):
+            if item.status == schemas.INCOMPLETE and item.call_id not in self._answered:
                 return
             function = MadeFunctionCall.model_construct(name=item.offered_name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
@@ -183,18 +148,18 @@ class _MessagesBuilder:
             if len(calls) == MAX_CALLS:
                 raise bad_request(f"{path} exceeds the limit of {MAX_CALLS} calls per turn", path)
             calls.append(call)
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, schemas.CallOutputItem):
             self.end()
-            self._message(path, role="tool", tool_call_id=item.call_id, content=text_of(item.output))
+            self._message(path, role="tool", tool_call_id=item.call_id, content=schemas.text_of(item.output))
         else:
-            assert isinstance(item, MessageItem)
+            assert isinstance(item, schemas.MessageItem)
             if item.role != "assistant":
                 self.end()
-                self._message(path, role=item.role, content=text_of(item.content))
+                self._message(path, role=item.role, content=schemas.text_of(item.content))
                 return
             if "content" in self._assistant_fields or "tool_calls" in self._assistant_fields:
                 self.end()
-            self._assistant_fields["content"] = text_of(item.content)
+            self._assistant_fields["content"] = schemas.text_of(item.content)
             self._path = path
 
     def end(self) -> None:
@@ -230,10 +195,10 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _offered_name(choice: dict[str, Any]) -> str:
-    return offered_name(choice.get("namespace"), choice["name"])
+    return schemas.offered_name(choice.get("namespace"), choice["name"])
 
 
-def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
+def _response_format(body: schemas.ResponseRequest) -> dict[str, Any] | None:
     """The `response_format` of a chat, which has the schema in `json_schema`."""
     wanted = None if body.text is None else body.text.format
     if wanted is None or wanted.get("type") != "json_schema":
@@ -244,7 +209,7 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
     return {"type": kind, "json_schema": rest}
 
 
-def _context_overflow(body: ResponseRequest) -> Any:
+def _context_overflow(body: schemas.ResponseRequest) -> Any:
     if body.truncation is None:
         return body.context_overflow
     if body.context_overflow is not None:
@@ -268,7 +233,7 @@ class ResponseWriter(BlockWriter):
         token_usage: TokenUsage,
         *,
         response: dict[str, Any],
-        tools: Sequence[OfferedTool] = (),
+        tools: Sequence[schemas.OfferedTool] = (),
         store_response: Callable[[bytes, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         super().__init__(job, token_usage)
@@ -440,7 +405,11 @@ def _custom_input(arguments: str) -> str:
         found = from_json(replace_lone_surrogates(arguments), allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
         return arguments
-    given = found.get(CUSTOM_INPUT, "") if isinstance(found, dict) and found.keys() <= {CUSTOM_INPUT} else None
+    given = (
+        found.get(schemas.CUSTOM_INPUT, "")
+        if isinstance(found, dict) and found.keys() <= {schemas.CUSTOM_INPUT}
+        else None
+    )
     return given if isinstance(given, str) else arguments
 
 
@@ -448,7 +417,9 @@ def _item_status(block: AnswerBlock) -> str:
     return "incomplete" if block.incomplete else "completed"
 
 
-def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
+def new_response(
+    body: schemas.ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool
+) -> dict[str, Any]:
     """A response without output: the values of the request, or the defaults in effect."""
     text, reasoning = body.text, body.reasoning
     return {
@@ -486,10 +457,10 @@ def new_response(body: ResponseRequest, *, model: str, sampling: SamplingParams,
 
 
 def _shown_tool(tool: Any) -> dict[str, Any]:
-    if isinstance(tool, ToolNamespace):
+    if isinstance(tool, schemas.ToolNamespace):
         return {**tool.model_dump(exclude_none=True, exclude={"tools"}), "tools": list(map(_shown_tool, tool.tools))}
     shown: dict[str, Any] = tool.model_dump(exclude_none=True, exclude={"defer_loading"})
-    return {"parameters": None, "strict": None, **shown} if isinstance(tool, FunctionTool) else shown
+    return {"parameters": None, "strict": None, **shown} if isinstance(tool, schemas.FunctionTool) else shown
 
 
 def early_failure_event(error: ApiError) -> bytes:
@@ -504,15 +475,15 @@ def early_failure_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + to_json(data) + b"\n\n"
 
 
-def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: str) -> None:
+def resolve_references(body: schemas.ResponseRequest, responses: ResponseStore, owner: str) -> None:
     """Replace references in the input by the items that they name, in place; raises ApiError for unknown ones.
 
     Each item can be referenced once, and each response is searched once, so the work is bounded by the stored items.
     """
-    found: dict[str, dict[str | None, Item]] = {}  # by response id and item id
+    found: dict[str, dict[str | None, schemas.Item]] = {}  # by response id and item id
     named: set[str] = set()
     for number, item in enumerate(body.input):
-        if not isinstance(item, ItemReference):
+        if not isinstance(item, schemas.ItemReference):
             continue
         param, shown = f"input[{number}].id", item.id[:64]
         if item.id in named:
@@ -535,12 +506,12 @@ def resolve_references(body: ResponseRequest, responses: ResponseStore, owner: s
         body.input[number] = item_found.model_copy()  # its id may change
 
 
-def add_tools(body: ResponseRequest) -> None:
+def add_tools(body: schemas.ResponseRequest) -> None:
     """Add the tools of `additional_tools` items to those of the request, in place; raises ApiError if they conflict."""
-    added = [tool for item in body.input if isinstance(item, AdditionalTools) for tool in item.tools]
+    added = [tool for item in body.input if isinstance(item, schemas.AdditionalTools) for tool in item.tools]
     if added:
         try:
-            body.tools = check_tools([*(body.tools or ()), *added])
+            body.tools = schemas.check_tools([*(body.tools or ()), *added])
         except PydanticCustomError as error:
             raise bad_request(f"tools with those of additional_tools items {error.message()}", "tools") from None
 
@@ -548,10 +519,13 @@ def add_tools(body: ResponseRequest) -> None:
 _QUESTION = {"input": "Where does the river begin?"}
 _EXAMPLE_PLACE = {"item_id": "msg_10000", "output_index": 0, "content_index": 0}
 
-_RESPONSE = Operation(
-    body=ResponseRequest,
-    response=ResponseAnswer,
-    events=ResponseEvent,
+
+@router.endpoint(
+    "POST",
+    "/v1/responses",
+    body=schemas.ResponseRequest,
+    response=schemas.ResponseAnswer,
+    events=schemas.ResponseEvent,
     named_events=True,
     errors=GENERATION_ERRORS,
     links={
@@ -572,7 +546,6 @@ _RESPONSE = Operation(
         ),
         "streamed": ("Streamed", {**_QUESTION, "max_output_tokens": 200, "stream": True}),
     },
-    # The first and the last event hold the entire response, which is too long for an example.
     stream_examples=[
         {
             "type": "response.output_text.delta",
@@ -590,14 +563,11 @@ _RESPONSE = Operation(
         },
     ],
 )
-
-
-@router.endpoint("POST", "/v1/responses", _RESPONSE)
 async def create_response(request: Request) -> Response:
     """Answer an input, or continue the conversation of an earlier response."""
     arrival = time.monotonic()
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, ResponseRequest)
+    body = await read_body(request, schemas.ResponseRequest)
     previous = _previous_response(state, body, owner)
     chat_request, names = await _translate(state, body, owner, previous)
     report_ignored(request, *hosted_names(body.tools or ()))
@@ -619,7 +589,7 @@ async def create_response(request: Request) -> Response:
 
             def make_writer(token_usage: TokenUsage) -> ResponseWriter:
                 store = None if body.store is False else store_response
-                tools = offered_tools(body.tools or ())
+                tools = schemas.offered_tools(body.tools or ())
                 writers.append(ResponseWriter(job, token_usage, response=response, tools=tools, store_response=store))
                 return writers[0]
 
@@ -638,22 +608,20 @@ async def create_response(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/responses/input_tokens",
-    Operation(
-        body=CountInputRequest,
-        response=InputTokens,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A text", _QUESTION)},
-    ),
+    body=schemas.CountInputRequest,
+    response=schemas.InputTokens,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A text", _QUESTION)},
 )
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of an input without generating. Works while the engine starts, as only the tokenizer is needed."""
     state, owner = state_of(request), owner_of(request)
-    body = await read_body(request, CountInputRequest)
+    body = await read_body(request, schemas.CountInputRequest)
     state.check_model(body.model)
     chat_request, names = await _translate(state, body, owner, _previous_response(state, body, owner))
     with names.renamed_errors():
         count = await run_while_connected(request, count_chat(state, chat_request, caller_of(request)))
-    return LargeJsonResponse(InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
+    return LargeJsonResponse(schemas.InputTokens(object="response.input_tokens", input_tokens=count).json_bytes())
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
@@ -667,10 +635,10 @@ async def compact_response(request: Request) -> Response:
 
 
 async def _translate(
-    state: ServerState, body: ResponseRequest, owner: str, previous: StoredResponse | None
+    state: ServerState, body: schemas.ResponseRequest, owner: str, previous: StoredResponse | None
 ) -> tuple[ChatRequest, FieldNames]:
     """Translate the body into a chat, after its references have been replaced."""
-    earlier: list[Item] = [] if previous is None else items_until(previous.outputs)
+    earlier: list[schemas.Item] = [] if previous is None else items_until(previous.outputs)
 
     def translate() -> tuple[ChatRequest, FieldNames]:
         add_tools(body)
@@ -681,7 +649,7 @@ async def _translate(
     return await state.text.run_in_thread(translate) if large else translate()
 
 
-def _previous_response(state: ServerState, body: ResponseRequest, owner: str) -> StoredResponse | None:
+def _previous_response(state: ServerState, body: schemas.ResponseRequest, owner: str) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
     return _stored_response(state, body.previous_response_id, owner, param="previous_response_id")
@@ -704,13 +672,13 @@ def _store(
     state: ServerState,
     owner: str,
     response_id: str,
-    body: ResponseRequest,
+    body: schemas.ResponseRequest,
     previous: StoredResponse | None,
     answer: bytes,
     output: list[dict[str, Any]],
 ) -> None:
-    inputs = [item for item in as_items(body.input) if not isinstance(item, AdditionalTools)]
-    outputs = input_items_of_output(output)
+    inputs = [item for item in schemas.as_items(body.input) if not isinstance(item, schemas.AdditionalTools)]
+    outputs = schemas.input_items_of_output(output)
     # Pages begin after an id, so ids must be unique: a repeated one, such as that of an output item, would lead back.
     taken = {item.id for item in ([] if previous is None else items_until(previous.outputs))}
     for number, item in enumerate(inputs):
@@ -719,13 +687,7 @@ def _store(
         taken.add(item.id)
     sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (inputs, outputs)]
     state.responses.put(
-        response_id,
-        owner,
-        answer,
-        previous=previous,
-        inputs=inputs,
-        outputs=outputs,
-        sizes=(sizes[0], sizes[1]),
+        response_id, owner, answer, previous=previous, inputs=inputs, outputs=outputs, sizes=(sizes[0], sizes[1])
     )
 
 
@@ -741,17 +703,13 @@ _PAGING = [
         "limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Number of items per page."
     ),
     query_parameter(
-        "after",
-        {"type": "string"},
-        "Id of the item before the page, such as the previous page's `last_id`.",
+        "after", {"type": "string"}, "Id of the item before the page, such as the previous page's `last_id`."
     ),
 ]
 
 
 @router.endpoint(
-    "GET",
-    "/v1/responses/{response_id}",
-    Operation(response=ResponseAnswer, errors=(400, 404), parameters=[_STREAM]),
+    "GET", "/v1/responses/{response_id}", response=schemas.ResponseAnswer, errors=(400, 404), parameters=[_STREAM]
 )
 async def get_response(request: Request, response_id: ResponseId) -> Response:
     """Return a stored response."""
@@ -760,19 +718,17 @@ async def get_response(request: Request, response_id: ResponseId) -> Response:
     return LargeJsonResponse(_stored_response(state_of(request), response_id, owner_of(request)).body)
 
 
-@router.endpoint("DELETE", "/v1/responses/{response_id}", Operation(response=DeletedResponse, errors=(404,)))
+@router.endpoint("DELETE", "/v1/responses/{response_id}", response=schemas.DeletedResponse, errors=(404,))
 async def delete_response(request: Request, response_id: ResponseId) -> Response:
     """Delete a stored response. Responses that continue it keep their conversation."""
     state, owner = state_of(request), owner_of(request)
     _stored_response(state, response_id, owner)
     state.responses.delete(response_id, owner)
-    return LargeJsonResponse(DeletedResponse(id=response_id, object="response", deleted=True).json_bytes())
+    return LargeJsonResponse(schemas.DeletedResponse(id=response_id, object="response", deleted=True).json_bytes())
 
 
 @router.endpoint(
-    "GET",
-    "/v1/responses/{response_id}/input_items",
-    Operation(response=ItemList, errors=(400, 404), parameters=_PAGING),
+    "GET", "/v1/responses/{response_id}/input_items", response=schemas.ItemList, errors=(400, 404), parameters=_PAGING
 )
 async def list_input_items(request: Request, response_id: ResponseId) -> Response:
     """List the input items of a response, including those of the responses that it continues."""
@@ -784,7 +740,7 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
         raise bad_request("limit should be a number from 1 to 100", "limit")
     state = state_of(request)
     stored = _stored_response(state, response_id, owner_of(request))
-    items: list[Item] = items_until(stored.inputs)
+    items: list[schemas.Item] = items_until(stored.inputs)
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -803,9 +759,9 @@ async def list_input_items(request: Request, response_id: ResponseId) -> Respons
     return LargeJsonResponse(await state.text.run_in_thread(to_json, listed))
 
 
-def input_item_object(item: Item) -> dict[str, Any]:
+def input_item_object(item: schemas.Item) -> dict[str, Any]:
     """An input item as listed: with its status, and the results of calls as one string."""
     listed = item.model_dump(exclude_none=True)
-    if isinstance(item, CallOutputItem):
-        listed["output"] = text_of(item.output)
+    if isinstance(item, schemas.CallOutputItem):
+        listed["output"] = schemas.text_of(item.output)
     return {**listed, "status": "completed"}

@@ -20,14 +20,19 @@ from windlass.engine.rotary.rope_scaling import (
 )
 from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, joint_fingerprint
 from windlass.server.api.models import ModelRotary, RotaryLadderShown
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation, json_response
+from windlass.server.api.router import BODY_ERRORS, ApiRouter, json_response
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, loaded_model, state_of
 from windlass.server.errors import bad_request
-from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.schemas.base import RequestedModel, RopeScalingField, RopeUpdateField, StrictModel, optional
 from windlass.server.schemas.response_parts import EffectiveLength, RotaryChosen, ScalingValue
-from windlass.server.serving.request_rotation import build_planner, check_has_rotary, parse_rotation
-from windlass.server.serving.response_format import auto_scaling_object, groups_object
+from windlass.server.serving.request_rotation import (
+    auto_scaling_object,
+    build_planner,
+    check_has_rotary,
+    groups_object,
+    parse_rotation,
+)
 
 router = ApiRouter("Rotary", "Rotary frequencies of the model, and effects of a scaling.")
 
@@ -38,10 +43,8 @@ class RotaryInspectRequest(StrictModel):
     model: RequestedModel = None
     rope_scaling: RopeScalingField = None
     rope_update: RopeUpdateField = None
-    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        default=None,
-        description="Length of the context in tokens, for `dynamic` and `longrope` scaling. Default: "
-        "the model's context.",
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = optional(
+        "Length of the context in tokens, for `dynamic` and `longrope` scaling. Default: the model's context."
     )
 
 
@@ -87,11 +90,10 @@ class InspectedGroup(StrictModel):
     )
     attention_factor: float = Field(description="Factor on cosines and sines.")
     softmax_scale: float = Field(description="Factor on attention scores.")
-    distances: dict[str, int] | None = Field(
-        default=None,
-        description="How the scaling changes distances: `chunk_size` and `local_size` of `dual_chunk`, `window` "
+    distances: dict[str, int] | None = optional(
+        "How the scaling changes distances: `chunk_size` and `local_size` of `dual_chunk`, `window` "
         "of `self_extend` and `rerope`, `group_size` of `self_extend`, and `log_n_length`, from "
-        "which scores grow. Null: distances are unchanged.",
+        "which scores grow. Null: distances are unchanged."
     )
     effective_length: EffectiveLength
     fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
@@ -102,9 +104,9 @@ class RotaryInspection(InspectedGroup):
 
     policy: RopeUpdate = Field(description="What happens to cached keys when the text grows into other frequencies.")
     length: int = Field(description="Length of the context in tokens.")
-    auto: RotaryChosen | None = Field(default=None, description="With `auto`: how the scaling was chosen.")
-    groups: dict[str, InspectedGroup] | None = Field(
-        default=None, description="Values per group of layers. Absent if all layers rotate alike."
+    auto: RotaryChosen | None = optional("With `auto`: how the scaling was chosen.")
+    groups: dict[str, InspectedGroup] | None = optional(
+        "Values per group of layers. Absent if all layers rotate alike."
     )
 
 
@@ -114,8 +116,8 @@ Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class RotaryCurvesRequest(RotaryInspectRequest):
     """A rotary scaling, and the positions and distances at which it is evaluated."""
 
-    group: Annotated[str, Field(max_length=64)] | None = Field(
-        default=None, description="Name of a group of layers. Default: the first group."
+    group: Annotated[str, Field(max_length=64)] | None = optional(
+        "Name of a group of layers. Default: the first group."
     )
     positions: Annotated[list[Position], Field(max_length=128, fail_fast=True, default_factory=list)] = Field(
         description="Token positions, from 0, at which cosines and sines are returned. Default: none."
@@ -151,7 +153,7 @@ class RotaryCurves(StrictModel):
     )
 
 
-@router.endpoint("GET", "/v1/rotary", Operation(response=RotarySettings))
+@router.endpoint("GET", "/v1/rotary", response=RotarySettings)
 async def rotary(request: Request) -> Response:
     """The model's rotary scaling, the server's default and profiles, and what requests may set."""
     state = state_of(request)
@@ -176,18 +178,16 @@ async def rotary(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/rotary/inspect",
-    Operation(
-        body=RotaryInspectRequest,
-        response=RotaryInspection,
-        errors=BODY_ERRORS,
-        examples={
-            "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-            "length": (
-                "A scaling that depends on the length",
-                {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
-            ),
-        },
-    ),
+    body=RotaryInspectRequest,
+    response=RotaryInspection,
+    errors=BODY_ERRORS,
+    examples={
+        "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        "length": (
+            "A scaling that depends on the length",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
+        ),
+    },
 )
 async def inspect(request: Request) -> Response:
     """Compute the frequencies and factors of a rotary scaling for this model."""
@@ -200,21 +200,19 @@ async def inspect(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/v1/rotary/curves",
-    Operation(
-        body=RotaryCurvesRequest,
-        response=RotaryCurves,
-        errors=BODY_ERRORS,
-        examples={
-            "scaled": (
-                "A scaling",
-                {
-                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-                    "positions": [0, 1, 100],
-                    "distances": [0, 10, 1000],
-                },
-            )
-        },
-    ),
+    body=RotaryCurvesRequest,
+    response=RotaryCurves,
+    errors=BODY_ERRORS,
+    examples={
+        "scaled": (
+            "A scaling",
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                "positions": [0, 1, 100],
+                "distances": [0, 10, 1000],
+            },
+        )
+    },
 )
 async def curves(request: Request) -> Response:
     """Compute the effects of a scaling by position and distance: cosines and sines, RoFormer's bound, and slow pairs."""

@@ -1,8 +1,13 @@
-"""Routers whose endpoints declare their models and examples for the OpenAPI document, and small JSON responses."""
+"""Routers whose endpoints declare their models and examples for the OpenAPI document, and small JSON responses.
+
+`FieldNames` translates the field names in errors of requests from other APIs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +17,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from windlass.engine.errors import RequestError
 from windlass.server.app.auth import CALLER
+from windlass.server.errors import ApiError
 from windlass.server.schemas.base import StrictModel
 
 BODY_ERRORS = (400, 404)
@@ -67,15 +74,15 @@ class ApiRouter(APIRouter):
         self.operations: dict[tuple[str, str], Operation] = {}
 
     def endpoint(
-        self, method: str, path: str, operation: Operation, aliases: Sequence[str] = (), *, limited: bool = True
+        self, method: str, path: str, *, aliases: Sequence[str] = (), limited: bool = True, **description: Any
     ) -> Callable[[F], F]:
-        """Decorator of a route function. aliases: further paths, which the document omits.
+        """Decorator of a route function. aliases: further paths, which the document omits. description: see `Operation`.
 
         limited: whether requests count toward the limits of their API key. Only those that report a state which is known
         anyway may be free.
         """
         route_class = LimitedRoute if limited else APIRoute
-        self.operations[path.replace(":path}", "}"), method.lower()] = operation
+        self.operations[path.replace(":path}", "}"), method.lower()] = Operation(**description)
 
         def decorate(function: F) -> F:
             for alias in aliases:
@@ -117,3 +124,47 @@ def example_chunk(prefix: str, kind: str, *choices: dict[str, Any]) -> dict[str,
 def query_parameter(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
     """A query parameter that its route reads itself."""
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(\w+))?.*")
+
+
+class FieldNames:
+    """Names of fields in the original API.
+
+    names: by the name in the translated request. message_paths: path in the original body, by message of the chat.
+    message_fields: by the name of a field of a chat message; "" means the path itself.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str], message_paths: Sequence[str], message_fields: Mapping[str, str]
+    ) -> None:
+        self._names = names
+        self._message_paths = message_paths
+        self._message_fields = message_fields
+
+    @contextmanager
+    def renamed_errors(self) -> Iterator[None]:
+        """Rename the fields in errors that are raised inside."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param is not None or error.status == 400:
+                error.message, error.param = self._rename(error.message, error.param)
+            raise
+        except RequestError as error:
+            error.message, error.param = self._rename(error.message, error.param)
+            raise
+
+    def _rename(self, message: str, param: str | None) -> tuple[str, str | None]:
+        found = None if param is None else _MESSAGE.fullmatch(param)
+        if found is not None and param is not None:
+            place = self._message_paths[min(int(found[1]), len(self._message_paths) - 1)]
+            part = self._message_fields.get(found[2] or "", "")
+            here = f"{place}.{part}" if part else place
+            message, param = message.replace(param, here), here
+        elif param is not None:
+            param = self._names.get(param, param)
+        for theirs, ours in self._names.items():
+            message = re.sub(rf"(?<![\w.]){theirs}(?![\w])", ours, message)
+        return message, param

@@ -9,16 +9,23 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.api.router import BODY_ERRORS, ApiRouter, Operation
+from windlass.server.api.router import BODY_ERRORS, ApiRouter
 from windlass.server.app.request_body import read_body
 from windlass.server.app.state import ServerState, caller_of, state_of
 from windlass.server.errors import response_too_large
-from windlass.server.schemas.base import AddSpecialTokens, RequestedModel, RequestModel, StrictModel, TemplateVariables
+from windlass.server.schemas.base import (
+    AddSpecialTokens,
+    RequestedModel,
+    RequestModel,
+    StrictModel,
+    TemplateVariables,
+    optional,
+)
 from windlass.server.schemas.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.schemas.tools import Tools
 from windlass.server.serving.prompts import check_token_ids, check_tokenized_characters
 from windlass.server.serving.streaming import LargeJsonResponse, run_while_connected
-from windlass.server.serving.tool_calls import tools_for_template
+from windlass.server.serving.structured_output import tools_for_template
 from windlass.server.text.service import ChatOptions, TokenizeOptions
 
 router = ApiRouter("Tokens", "Text to token ids and back.")
@@ -26,14 +33,11 @@ router = ApiRouter("Tokens", "Text to token ids and back.")
 
 class _TemplateFields(RequestModel):
     model: RequestedModel = None
-    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
-    add_generation_prompt: bool | None = Field(
-        default=None, description="Whether the template opens the assistant's turn. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="Whether the answer continues the last message, which must be the assistant's. Excludes "
-        "`add_generation_prompt`. Default: false.",
+    tools: Tools | None = optional("Functions that the model may call. Default: none.")
+    add_generation_prompt: bool | None = optional("Whether the template opens the assistant's turn. Default: true.")
+    continue_final_message: bool | None = optional(
+        "Whether the answer continues the last message, which must be the assistant's. Excludes "
+        "`add_generation_prompt`. Default: false."
     )
     chat_template_kwargs: TemplateVariables = None
 
@@ -52,17 +56,13 @@ class TokenizeRequest(_TemplateFields):
 
     hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
 
-    prompt: str | None = Field(default=None, description="Text to tokenize.")
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
-        default=None, description="Turns of the conversation, oldest first."
+    prompt: str | None = optional("Text to tokenize.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = (
+        optional("Turns of the conversation, oldest first.")
     )
     add_special_tokens: AddSpecialTokens = None
-    return_token_strs: bool | None = Field(
-        default=None, description="Whether the tokens' texts are returned. Default: false."
-    )
-    return_offsets: bool | None = Field(
-        default=None, description="Whether the tokens' character offsets are returned. Default: true."
-    )
+    return_token_strs: bool | None = optional("Whether the tokens' texts are returned. Default: false.")
+    return_offsets: bool | None = optional("Whether the tokens' character offsets are returned. Default: true.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -80,10 +80,10 @@ class TokenizeAnswer(StrictModel):
     count: int = Field(description="Number of tokens.")
     max_model_len: int | None = Field(description="Context length in tokens. Null until the model has loaded.")
     tokens: list[int] = Field(description="Token ids.")
-    offsets: list[Span] | None = Field(
-        default=None, description="Start and end of each token in the text, in characters; the end is exclusive."
+    offsets: list[Span] | None = optional(
+        "Start and end of each token in the text, in characters; the end is exclusive."
     )
-    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
+    token_strs: list[str] | None = optional("Texts of the tokens, if requested.")
 
 
 class DetokenizeRequest(RequestModel):
@@ -94,25 +94,19 @@ class DetokenizeRequest(RequestModel):
     tokens: Annotated[
         list[Any], Field(max_length=2**21, json_schema_extra={"items": {"type": "integer", "minimum": 0}})
     ] = Field(description="Token ids.")
-    skip_special_tokens: bool | None = Field(
-        default=None, description="Whether special tokens are omitted from the text. Default: false."
-    )
-    return_offsets: bool | None = Field(
-        default=None, description="Whether the tokens' character offsets are returned. Default: true."
-    )
-    return_token_strs: bool | None = Field(
-        default=None, description="Whether the tokens' texts are returned. Default: false."
-    )
+    skip_special_tokens: bool | None = optional("Whether special tokens are omitted from the text. Default: false.")
+    return_offsets: bool | None = optional("Whether the tokens' character offsets are returned. Default: true.")
+    return_token_strs: bool | None = optional("Whether the tokens' texts are returned. Default: false.")
 
 
 class DetokenizeAnswer(StrictModel):
     """Text of token ids."""
 
     prompt: str = Field(description="The text.")
-    offsets: list[Span] | None = Field(
-        default=None, description="Start and end of the text that each token adds, in characters; the end is exclusive."
+    offsets: list[Span] | None = optional(
+        "Start and end of the text that each token adds, in characters; the end is exclusive."
     )
-    token_strs: list[str] | None = Field(default=None, description="Texts of the tokens, if requested.")
+    token_strs: list[str] | None = optional("Texts of the tokens, if requested.")
 
 
 class TemplateRequest(_TemplateFields):
@@ -135,15 +129,13 @@ _QUESTION = {"messages": [{"role": "user", "content": "Where does the river begi
 @router.endpoint(
     "POST",
     "/tokenize",
-    Operation(
-        body=TokenizeRequest,
-        response=TokenizeAnswer,
-        errors=BODY_ERRORS,
-        examples={
-            "text": ("A text", {"prompt": "The king said"}),
-            "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
-        },
-    ),
+    body=TokenizeRequest,
+    response=TokenizeAnswer,
+    errors=BODY_ERRORS,
+    examples={
+        "text": ("A text", {"prompt": "The king said"}),
+        "chat": ("A conversation, rendered by the chat template", {**_QUESTION, "return_token_strs": True}),
+    },
 )
 async def tokenize(request: Request) -> Response:
     """Tokenize a text, or a conversation as rendered by the chat template."""
@@ -181,13 +173,11 @@ def _chat_options(body: TokenizeRequest | TemplateRequest) -> ChatOptions:
 @router.endpoint(
     "POST",
     "/apply_template",
-    Operation(
-        body=TemplateRequest,
-        response=TemplateAnswer,
-        errors=BODY_ERRORS,
-        examples={"plain": ("A conversation", _QUESTION)},
-    ),
-    aliases=("/apply-template",),  # llama.cpp's spelling
+    aliases=("/apply-template",),
+    body=TemplateRequest,
+    response=TemplateAnswer,
+    errors=BODY_ERRORS,
+    examples={"plain": ("A conversation", _QUESTION)},
 )
 async def apply_template(request: Request) -> Response:
     """Render a conversation with the chat template: the text that a chat of these messages continues."""
@@ -206,12 +196,10 @@ async def apply_template(request: Request) -> Response:
 @router.endpoint(
     "POST",
     "/detokenize",
-    Operation(
-        body=DetokenizeRequest,
-        response=DetokenizeAnswer,
-        errors=BODY_ERRORS,
-        examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
-    ),
+    body=DetokenizeRequest,
+    response=DetokenizeAnswer,
+    errors=BODY_ERRORS,
+    examples={"plain": ("Token ids", {"tokens": [10, 11, 12]})},
 )
 async def detokenize(request: Request) -> Response:
     """Decode token ids."""

@@ -28,13 +28,9 @@ from windlass.server.observability.logging import CALLER_NAME
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 LIMITS: tuple[Limit, ...] = get_args(Limit)
-
 CALLER = "windlass.caller"  # in a scope: the digest of the request's API key, if keys are required
-
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
-
 _MINUTE = 60.0
-
 _UNLIMITED_KEY = ApiKey(digest="")
 
 _logger = logging.getLogger("windlass.server")
@@ -177,7 +173,6 @@ class Callers:
         raise ApiError(
             429,
             f"{message}: try again in {max(1, math.ceil(seconds))} s",
-            type="rate_limit_error",
             code="rate_limit_exceeded",
             retry_after=max(1, math.ceil(seconds)),
         )

@@ -22,7 +22,6 @@ from windlass.server.schemas.base import IGNORED_HEADER, MAX_NAME, MAX_REPORTED,
 M = TypeVar("M", bound=StrictModel)
 
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed in a thread
-
 MAX_STRUCTURE = 200_000  # strings, objects and arrays in a body: far above real ones, and parsed quickly
 
 MAX_VALUES = (
@@ -36,11 +35,8 @@ _CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii"})  # the last is part of 
 _OUTSIDE = re.compile(rb'[^"\[{,]{0,65536}+(["\[{,]?)')
 
 _INSIDE = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){0,64}+("?)', re.DOTALL)
-
 _SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …", "List should …"
-
 _VERBS = ("should ", "holds ", "contains ", "goes ")
-
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # in a list of names in a header
 
 _unknown_fields_log = RateLimitedLogger(logging.getLogger("windlass.server"), logging.WARNING)

@@ -19,8 +19,7 @@ from windlass.server.app.response_store import ResponseStore
 from windlass.server.config.api_keys import ApiKey
 from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, unavailable
-from windlass.server.observability.event_loop_monitor import STALL_SECONDS
-from windlass.server.observability.logging import current_request, response_headers
+from windlass.server.observability.logging import STALL_SECONDS, current_request, response_headers
 from windlass.server.observability.metrics import ServerMetrics
 from windlass.server.observability.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.text.reasoning import ThinkingControl
@@ -64,9 +63,7 @@ class HealthConditions:
 T = TypeVar("T")
 
 MIN_CACHE_SECONDS = 0.2
-
 _CACHE_COST_FACTOR = 20.0  # cached for this many times its cost, so it takes at most a twentieth of the time
-
 MAX_WAITING = 8
 
 
@@ -100,7 +97,6 @@ class SerialExecutor:
             raise ApiError(
                 429,
                 f"{MAX_WAITING} such requests are already waiting: try again later",
-                type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
             )
@@ -204,7 +200,6 @@ class ServerState:
             raise ApiError(
                 429,
                 f"{self.in_flight} requests are in progress, the maximum of this server",
-                type="rate_limit_error",
                 code="too_many_requests",
                 retry_after=retry_after,
             )

@@ -135,11 +135,8 @@ async def base_page(request: Request) -> Response:
 
 
 _DOCS_FOLDER = Path(__file__).parent / "openapi_pages"
-
 _PAGES = {"/docs": "docs.html", "/redoc": "redoc.html"}
-
 _DOCS_FILES = ("page.css", "page.js", "swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
-
 DOCS_PATHS = frozenset({*_PAGES, *(f"/docs/{file}" for file in _DOCS_FILES)})
 
 # Both insert inline styles; Redoc searches in a worker created from a blob.

@@ -366,7 +366,6 @@ def show_rotary(rotary: Rotary) -> str:
 
 
 _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
-
 _SCALING_WORDS = (*_KINDS.split(", "), "auto", "off")
 
 
@@ -434,7 +433,7 @@ def chat_locally(model: str | None, options: EngineOptions, sampling: SamplingOp
 def chat_remote(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
     """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
     from windlass.clients import APIError, Client, RetryPolicy
-    from windlass.server.cli.help import with_key_hint
+    from windlass.server.cli.parameters import with_key_hint
 
     console = ChatConsole()
     try:
@@ -480,7 +479,6 @@ class ChatLoop:
     def __init__(
         self, console: ChatConsole, dialogue: Dialogue, client: Client, model: str | None, server: ManagedServer | None
     ) -> None:
-
         self._console = console
         self._dialogue = dialogue
         self._client = client
@@ -620,7 +618,6 @@ class ChatLoop:
     def _show_statistics(
         self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool
     ) -> None:
-
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
         counted = _counted(tokens, "token")

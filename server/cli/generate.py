@@ -17,8 +17,7 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, Clien
 from windlass.clients.terminal import LoadingDisplay, print_status
 from windlass.engine.errors import EngineError, LoadError, RequestError, with_place
 from windlass.engine.interface.request import EngineRequest
-from windlass.server.cli.help import with_key_hint
-from windlass.server.cli.parameters import GenerateOptions
+from windlass.server.cli.parameters import GenerateOptions, with_key_hint
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.startup.derived_files import ensure_tokenizer
@@ -86,7 +85,7 @@ async def _generate_with(
     client.spawn()  # the engine loads while the tokenizer is imported and read
     try:
         client.start_nowait()
-        from windlass.server.serving.sampling_params import build_sampling
+        from windlass.server.serving.job import build_sampling
         from windlass.server.text.detokenizer import Detokenizer
         from windlass.server.text.tokenizer import Tokenizer
 

@@ -14,12 +14,12 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.commands import add_commands
-from windlass.clients.terminal import print_status, run_app, version_option
+from windlass.clients.terminal import option, print_status, run_app, version_option
 from windlass.engine.errors import EngineError
 from windlass.engine.process_setup import gc_paused_imports
-from windlass.server.cli.help import BriefHelp, help_all_option
 from windlass.server.cli.parameters import (
     AsJson,
+    BriefHelp,
     Config,
     Connections,
     Engine,
@@ -31,6 +31,7 @@ from windlass.server.cli.parameters import (
     Sampling,
     Server,
     ServerKey,
+    help_all_option,
     variable_option,
 )
 from windlass.server.cli.ray_commands import app as ray
@@ -98,7 +99,7 @@ def generate(
         str | None,
         variable_option(
             "--url",
-            help="URL of a running server to use instead of loading a model, such as http://127.0.0.1:8000. --model is then a "
+            "URL of a running server to use instead of loading a model, such as http://127.0.0.1:8000. --model is then a "
             "model of that server, and of the engine's options only --rope-scaling (a scaling, a profile of that server, or "
             "auto) and --rope-update apply.",
         ),
@@ -123,14 +124,13 @@ def generate(
 def bench_engine(
     engine: Engine,
     model: ModelArgument = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests at once.")] = 8,
+    batch_size: Annotated[int, option("Requests at once.", min=1)] = 8,
     input_len: Annotated[
-        int | None,
-        typer.Option("--input-len", min=1, help="Tokens per prompt. Default: 512, or what the context leaves."),
+        int | None, option("Tokens per prompt. Default: 512, or what the context leaves.", min=1)
     ] = None,
-    output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
+    output_len: Annotated[int, option("Tokens per answer.", min=0)] = 32,
     as_json: AsJson = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print all measurements and settings.")] = False,
+    verbose: Annotated[bool, option("Print all measurements and settings.", "--verbose")] = False,
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
@@ -195,12 +195,12 @@ def chat(
     engine: Engine,
     sampling: Sampling,
     model: ModelArgument = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    system: Annotated[str | None, option("System message.")] = None,
     url: Annotated[
         str | None,
         variable_option(
             "--url",
-            help="URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL is then a model "
+            "URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL is then a model "
             "of that server, and the engine's options do not apply.",
         ),
     ] = None,
@@ -225,20 +225,16 @@ def replay(
         str | None,
         variable_option(
             "--url",
-            help="URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL and the engine's "
+            "URL of a running server to use instead of starting one, such as http://127.0.0.1:8000. MODEL and the engine's "
             "options then do not apply.",
         ),
     ] = None,
     api_key: ServerKey = None,
-    speed: Annotated[
-        float, typer.Option("--speed", help="Speed factor; 2 repeats the workload in half the time.")
-    ] = 1.0,
+    speed: Annotated[float, option("Speed factor; 2 repeats the workload in half the time.")] = 1.0,
     as_fast_as_possible: Annotated[
-        bool, typer.Option("--as-fast-as-possible", help="Send without waiting for the recorded times.")
+        bool, option("Send without waiting for the recorded times.", "--as-fast-as-possible")
     ] = False,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=65536, help="Largest number of requests in flight.")
-    ] = 256,
+    concurrency: Annotated[int, option("Largest number of requests in flight.", min=1, max=65536)] = 256,
     as_json: AsJson = False,
     help_all: HelpAll = False,
 ) -> int:
@@ -259,16 +255,13 @@ def top(
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        variable_option("--api-key", help="API key of the server; if its keys are named, an administrator's key."),
+        variable_option("--api-key", "API key of the server; if its keys are named, an administrator's key."),
     ] = None,
     interval: Annotated[
-        float,
-        typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates, in seconds."),
+        float, option("Time between two updates, in seconds.", metavar="SECONDS", min=0.1, max=3600)
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval as plain text, then exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object for each interval, and nothing else.")
-    ] = False,
+    once: Annotated[bool, option("Show one interval as plain text, then exit.", "--once")] = False,
+    as_json: Annotated[bool, option("Write one JSON object for each interval, and nothing else.", "--json")] = False,
 ) -> int:
     """Watch a running server: tokens, requests, cache, latencies, rotary scalings. Press q or ctrl-C to exit."""
     from windlass.server.cli.top import watch
@@ -282,10 +275,7 @@ def size_command(
     replicas: Replicas,
     model: ModelArgument = None,
     free: Annotated[
-        str | None,
-        typer.Option(
-            "--free", metavar="SIZE", help="Available memory, such as 16GiB. Default: the memory that is free now."
-        ),
+        str | None, option("Available memory, such as 16GiB. Default: the memory that is free now.", metavar="SIZE")
     ] = None,
     as_json: AsJson = False,
     help_all: HelpAll = False,
@@ -309,9 +299,7 @@ def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `
 
 
 @app.command()
-def models(
-    as_json: AsJson = False,
-) -> None:
+def models(as_json: AsJson = False) -> None:
     """List the models with a short name, and those on this machine."""
     from windlass.server.cli.models import list_models
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from windlass.clients.terminal import PROGRESS_VARIABLE, LoadingDisplay
@@ -34,7 +33,6 @@ _INHERITED_VARIABLES = {"WINDLASS_CACHE", "WINDLASS_CPU_ISA", OPTIONS["crash_dir
 }
 
 _STOP_SECONDS = 8.0
-
 _POLL_SECONDS = 0.02
 
 
@@ -152,9 +150,7 @@ class ManagedServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

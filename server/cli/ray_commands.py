@@ -5,12 +5,20 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Annotated
 
-import typer
 from typer_injector import InjectingTyper
 
+from windlass.clients.terminal import option
 from windlass.engine.errors import LoadError
-from windlass.server.cli.help import BriefHelp, help_all_option
-from windlass.server.cli.parameters import Cluster, Engine, LogLevel, ModelArgument, Server, variable_option
+from windlass.server.cli.parameters import (
+    BriefHelp,
+    Cluster,
+    Engine,
+    LogLevel,
+    ModelArgument,
+    Server,
+    help_all_option,
+    variable_option,
+)
 from windlass.server.config.option import Panel
 
 app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)
@@ -31,10 +39,10 @@ def deploy(
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "windlass",
+    name: Annotated[str, option("Name of the deployment.")] = "windlass",
     address: Annotated[
         str | None,
-        variable_option("--address", panel=Panel.CLUSTER, metavar="HOST:PORT", help="Address of the Ray cluster."),
+        variable_option("--address", "Address of the Ray cluster.", panel=Panel.CLUSTER, metavar="HOST:PORT"),
     ] = None,
 ) -> None:
     """Delete a deployment after its running requests have finished."""

@@ -28,14 +28,13 @@ from windlass.clients.streams import drain_response_async
 from windlass.clients.terminal import CommandError, print_status, stop_on_signals
 from windlass.engine.errors import LoadError, with_place
 from windlass.engine.interface.model_info import PoolingKind
-from windlass.server.cli.help import with_key_hint
 from windlass.server.cli.managed_server import managed_server
+from windlass.server.cli.parameters import with_key_hint
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import SamplingOptions
 from windlass.server.serving.observers import OK, RECORD_VERSION, digest, rows_digest
 
 Model = TypeVar("Model", bound=BaseModel)
-
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
@@ -90,6 +89,14 @@ class RecordedLine(BaseModel):
     @property
     def ended_well(self) -> bool:
         return self.outcome == OK
+
+    @property
+    def expected_digests(self) -> tuple[str, ...] | None:
+        """Digests of the answers by choice; None if an equal request may get others."""
+        if not self.exact or not self.ended_well:
+            return None
+        digests = [answer.digest for answer in sorted(self.answers, key=lambda answer: answer.choice)]
+        return tuple(digest for digest in digests if digest is not None)
 
     @property
     def tokens(self) -> int:
@@ -184,10 +191,7 @@ def make_replay_request(recorded: RecordedLine, ordinary: Sequence[int]) -> Repl
     path = "/v1/completions"
     if recorded.prompt_token_ids is None:
         return ReplayRequest(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
-    expected = None
-    if recorded.exact and recorded.ended_well:
-        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        expected = tuple(digest for digest in digests if digest is not None)
+    expected = recorded.expected_digests
     if recorded.body is not None:
         kept = {name: value for name, value in recorded.body.items() if name not in _OMITTED_FIELDS}
         body = {
@@ -221,10 +225,6 @@ def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Seque
         kind |= {"normalize": rule.normalize}
         if rule.dimensions is not None:
             kind["dimensions"] = rule.dimensions
-    expected = None
-    if recorded.exact and recorded.ended_well:
-        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
-        expected = tuple(digest for digest in digests if digest is not None)
     ids = recorded.prompt_token_ids or _random_prompts(recorded, ordinary)
     body = {
         **recorded.fields,
@@ -234,7 +234,7 @@ def _pooling_request(recorded: RecordedLine, rule: RecordedRows, ordinary: Seque
         "encoding_format": "base64",
         "input": ids,
     }
-    return ReplayRequest(recorded, "/pooling", body, expected)
+    return ReplayRequest(recorded, "/pooling", body, recorded.expected_digests)
 
 
 def _common(recorded: RecordedLine) -> dict[str, Any]:

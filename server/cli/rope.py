@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer_injector import Depends, InjectingTyper
 
-from windlass.clients.terminal import CommandError, check_outputs, write_output
+from windlass.clients.terminal import CommandError, check_outputs, option, write_output
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling_text import parse_scaling
@@ -28,73 +28,61 @@ from windlass.server.startup.model_files import choose_model
 class SharedSweepOptions:
     """Options of every sweep: texts, scalings, device and output files."""
 
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The report, one HTML file.")]
+    out: Annotated[Path, option("The report, one HTML file.", metavar="FILE")]
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="UTF-8 text the model was not trained on, or a directory of *.txt and *.py; repeatable. With --tasks: "
+        option(
+            "UTF-8 text the model was not trained on, or a directory of *.txt and *.py; repeatable. With --tasks: "
             "documents are cut from it, those of code from *.py; by default from generated prose and code.",
+            metavar="FILE",
         ),
     ] = None
     trained_len: Annotated[
-        int | None,
-        typer.Option("--trained-len", min=2, help="Trained length in tokens, if config.json gives a longer one."),
+        int | None, option("Trained length in tokens, if config.json gives a longer one.", min=2)
     ] = None
     scaling: Annotated[
         list[str] | None,
         variable_option(
             "--scaling",
-            metavar="SCALING",
-            help="Measure only this scaling and no scaling; repeatable. Default: a selection of linear, ntk, dynamic, yarn and "
+            "Measure only this scaling and no scaling; repeatable. Default: a selection of linear, ntk, dynamic, yarn and "
             "the model's own.",
+            metavar="SCALING",
         ),
     ] = None
     policy: Annotated[
         list[str] | None,
         variable_option(
             "--policy",
-            help="With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; "
+            "With --scaling: the rope_update of scalings that depend on the length: frozen, recompute or rotate; "
             "repeatable. Default: all three.",
         ),
     ] = None
-    cut: Annotated[
-        bool, typer.Option("--cut/--no-cut", help="Also measure the text cut to the trained length, as a reference.")
-    ] = True
+    cut: Annotated[bool, option("Also measure the text cut to the trained length, as a reference.")] = True
     keep: Annotated[
         Path | None,
-        typer.Option(
-            "--keep",
-            metavar="FILE",
-            help="Result log: append each finished pass to this file, and skip those it contains, so that an interrupted sweep "
+        option(
+            "Result log: append each finished pass to this file, and skip those it contains, so that an interrupted sweep "
             "resumes.",
+            metavar="FILE",
         ),
     ] = None
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON.")] = (
-        None
-    )
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also write the plot as a picture.")] = None
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
-    ] = None
-    device: Annotated[str, variable_option("--device", help="Device: cpu, cuda, cuda:1 or auto.")] = "auto"
-    dtype: Annotated[str, variable_option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    as_json: Annotated[Path | None, option("Also write all figures as JSON.", "--json", metavar="FILE")] = None
+    png: Annotated[Path | None, option("Also write the plot as a picture.", metavar="FILE")] = None
+    markdown: Annotated[Path | None, option("Also write the report as Markdown.", metavar="FILE")] = None
+    device: Annotated[str, variable_option("--device", "Device: cpu, cuda, cuda:1 or auto.")] = "auto"
+    dtype: Annotated[str, variable_option("--dtype", "auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
-        str, variable_option("--kv-cache-dtype", help="Type of cached keys and values: as --dtype, or int8.")
+        str, variable_option("--kv-cache-dtype", "Type of cached keys and values: as --dtype, or int8.")
     ] = "auto"
     attention_window: Annotated[
         int | None,
         variable_option(
-            "--attention-window",
-            help="Also measure without scaling, where each token sees only this many previous tokens.",
+            "--attention-window", "Also measure without scaling, where each token sees only this many previous tokens."
         ),
     ] = None
     attention_sinks: Annotated[
         int | None,
-        variable_option(
-            "--attention-sinks", help="With --attention-window: leading tokens that stay visible. Default: 4."
-        ),
+        variable_option("--attention-sinks", "With --attention-window: leading tokens that stay visible. Default: 4."),
     ] = None
 
     def checked(self) -> dict[str, Any]:
@@ -126,23 +114,14 @@ class SharedSweepOptions:
 class PerplexityOptions:
     """Options of a perplexity sweep. Those not given have their default in `SweepOptions`."""
 
-    max_len: Annotated[
-        int | None, typer.Option("--max-len", help="Longest context measured, in tokens. Default: 4096.")
-    ] = None
-    target_len: Annotated[
-        int | None, typer.Option("--target-len", help="Length to recommend a scaling for. Default: --max-len.")
-    ] = None
+    max_len: Annotated[int | None, option("Longest context measured, in tokens. Default: 4096.")] = None
+    target_len: Annotated[int | None, option("Length to recommend a scaling for. Default: --max-len.")] = None
     windows: Annotated[
-        int | None,
-        typer.Option("--windows", min=1, help="Windows of --max-len tokens per text, spread evenly. Default: 8."),
+        int | None, option("Windows of --max-len tokens per text, spread evenly. Default: 8.", min=1)
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples",
-            min=0,
-            help="Positions per window at which dynamic is recomputed for the exact length. Default: 16.",
-        ),
+        option("Positions per window at which dynamic is recomputed for the exact length. Default: 16.", min=0),
     ] = None
 
     def checked(self) -> dict[str, Any]:
@@ -165,39 +144,36 @@ class RetrievalOptions:
         list[str] | None,
         variable_option(
             "--tasks",
-            metavar="NAMES",
-            help="Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, tally, "
+            "Ask for distant facts instead of measuring perplexity: passkey, needle, recall, multihop, tally, "
             "function, calls, key-tokens, separated by commas, or all.",
+            metavar="NAMES",
         ),
     ] = None
     lengths: Annotated[
         list[str] | None,
         variable_option(
             "--lengths",
+            "With --tasks: tokens per document, such as 4096,8192. Default: the trained length and twice that.",
             metavar="NUMBERS",
-            help="With --tasks: tokens per document, such as 4096,8192. Default: the trained length and twice that.",
         ),
     ] = None
     documents: Annotated[
-        int | None,
-        typer.Option("--documents", help="With --tasks: documents per length and kind (prose, code). Default: 4."),
+        int | None, option("With --tasks: documents per length and kind (prose, code). Default: 4.")
     ] = None
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="With --tasks: random seed of the documents. Default: 1.")
-    ] = None
+    seed: Annotated[int | None, option("With --tasks: random seed of the documents. Default: 1.")] = None
     report_only: Annotated[
         bool,
-        typer.Option(
+        option(
+            "With --tasks and --keep: compute nothing, and report on the complete documents of an interrupted run.",
             "--report-only",
-            help="With --tasks and --keep: compute nothing, and report on the complete documents of an interrupted run.",
         ),
     ] = False
     kv_cache_memory: Annotated[
         str | None,
         variable_option(
             "--kv-cache-memory",
+            "With --tasks: memory for cached keys and values, such as 4GiB. More memory runs more scalings concurrently.",
             metavar="SIZE",
-            help="With --tasks: memory for cached keys and values, such as 4GiB. More memory runs more scalings concurrently.",
         ),
     ] = None
 
@@ -268,59 +244,42 @@ def sweep(
 
 # A copy of the keys of `lab.gallery.KINDS`, whose module imports numpy. A test compares them.
 PICTURE_KINDS = (
-    "rotation",
-    "angles",
-    "cos-sin",
-    "invariance",
-    "encodings",
-    "decay",
-    "extrapolation",
-    "scalings",
-    "attention",
+    *("rotation", "angles", "cos-sin", "invariance", "encodings"),
+    *("decay", "extrapolation", "scalings", "attention"),
 )
 
 
 def picture(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(PICTURE_KINDS)}.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .png or .svg file to write.")],
+    out: Annotated[Path, option("A .png or .svg file to write.", metavar="FILE")],
     model: Annotated[
         str | None,
         variable_option(
             "--model",
-            help="A model as for `windlass serve`. Default: Llama 2's parameters; for attention: the default model.",
+            "A model as for `windlass serve`. Default: Llama 2's parameters; for attention: the default model.",
         ),
     ] = None,
-    theta: Annotated[float | None, typer.Option("--theta", help="Instead of a model: the base (theta).")] = None,
-    dim: Annotated[int | None, typer.Option("--dim", help="Instead of a model: rotated dimensions of a head.")] = None,
-    trained_len: Annotated[
-        int | None, typer.Option("--trained-len", help="Instead of a model: the trained length in tokens.")
-    ] = None,
+    theta: Annotated[float | None, option("Instead of a model: the base (theta).")] = None,
+    dim: Annotated[int | None, option("Instead of a model: rotated dimensions of a head.")] = None,
+    trained_len: Annotated[int | None, option("Instead of a model: the trained length in tokens.")] = None,
     scaling: Annotated[
         list[str] | None,
-        typer.Option(
-            "--scaling",
+        option(
+            "Scaling of the picture; repeatable for scalings and extrapolation, which compare several.",
             metavar="SCALING",
-            help="Scaling of the picture; repeatable for scalings and extrapolation, which compare several.",
         ),
     ] = None,
     length: Annotated[
-        int | None,
-        typer.Option(
-            "--length", help="Longest distance, in tokens. Default: 24 times the trained length, at most 10 million."
-        ),
+        int | None, option("Longest distance, in tokens. Default: 24 times the trained length, at most 10 million.")
     ] = None,
     learned: Annotated[
-        Path | None,
-        typer.Option(
-            "--learned", metavar="PATH", help="For encodings: a checkpoint with learned positions, such as GPT-2."
-        ),
+        Path | None, option("For encodings: a checkpoint with learned positions, such as GPT-2.", metavar="PATH")
     ] = None,
-    layer: Annotated[int, typer.Option("--layer", help="For attention: index of the layer.")] = 0,
+    layer: Annotated[int, option("For attention: index of the layer.")] = 0,
     head: Annotated[
-        list[int] | None,
-        typer.Option("--head", help="For attention: index of a head; repeatable. Default: three that differ."),
+        list[int] | None, option("For attention: index of a head; repeatable. Default: three that differ.")
     ] = None,
-    text: Annotated[str | None, typer.Option("--text", help="For attention: the text.")] = None,
+    text: Annotated[str | None, option("For attention: the text.")] = None,
 ) -> None:
     """Draw a picture that explains rotary embeddings, of any model or parameters."""
     if kind not in PICTURE_KINDS:
@@ -368,40 +327,23 @@ def picture(
 
 def conform(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the server, such as http://127.0.0.1:8000.")],
-    model: Annotated[str | None, typer.Option("--model", help="Name of the model. Default: the first listed.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="WINDLASS_API_KEY", show_envvar=False, help="The server's key.")
-    ] = None,
-    trained_len: Annotated[
-        int | None, typer.Option("--trained-len", min=64, help="Trained length in tokens. Default: from /v1/models.")
-    ] = None,
-    max_len: Annotated[
-        int | None, typer.Option("--max-len", min=128, help="Longest context in tokens. Default: from /v1/models.")
-    ] = None,
+    model: Annotated[str | None, option("Name of the model. Default: the first listed.")] = None,
+    api_key: Annotated[str | None, option("The server's key.", envvar="WINDLASS_API_KEY", show_envvar=False)] = None,
+    trained_len: Annotated[int | None, option("Trained length in tokens. Default: from /v1/models.", min=64)] = None,
+    max_len: Annotated[int | None, option("Longest context in tokens. Default: from /v1/models.", min=128)] = None,
     far_len: Annotated[
-        int,
-        typer.Option("--far-len", min=256, help="Length in tokens of the texts that check the precision of angles."),
+        int, option("Length in tokens of the texts that check the precision of angles.", min=256)
     ] = 100_000,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0, help="Largest difference, in nats, that counts as rounding.")
-    ] = 0.05,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one request, in seconds.")] = 300,
+    tolerance: Annotated[float, option("Largest difference, in nats, that counts as rounding.", min=0)] = 0.05,
+    timeout: Annotated[float, option("Timeout of one request, in seconds.", min=1)] = 300,
     time_limit: Annotated[
-        float,
-        typer.Option(
-            "--time-limit",
-            min=1,
-            help="Time limit of all checks, in seconds; checks not completed by then are reported.",
-        ),
+        float, option("Time limit of all checks, in seconds; checks not completed by then are reported.", min=1)
     ] = 1800,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", help="Random seed of the texts. Default: a new one for each run, so that no text is cached."
-        ),
+        int | None, option("Random seed of the texts. Default: a new one for each run, so that no text is cached.")
     ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
+    as_json: Annotated[Path | None, option("Also write JSON.", "--json", metavar="FILE")] = None,
+    markdown: Annotated[Path | None, option("Also write Markdown.", metavar="FILE")] = None,
 ) -> None:
     """Check the rotary positions of any server. Exit status 0: all results hold, 1: something differs, 2: error."""
     from windlass.lab.conformance import CHECKS, ConformanceSuite, exit_status, to_json, to_lines, to_markdown
@@ -446,15 +388,10 @@ def inspect(
     ],
     model: ModelOption = None,
     length: Annotated[
-        int | None,
-        typer.Option(
-            "--length", help="Tokens of the request, for kinds that depend on it. Default: the trained length."
-        ),
+        int | None, option("Tokens of the request, for kinds that depend on it. Default: the trained length.")
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Also write a plot of the wavelengths.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    png: Annotated[Path | None, option("Also write a plot of the wavelengths.", metavar="FILE")] = None,
+    as_json: Annotated[bool, option("Write one JSON object and nothing else.", "--json")] = False,
 ) -> None:
     """Show frequencies, wavelengths and factors of a scaling on a model, next to the model's own. Loads no weights."""
     from windlass.lab.scaling_inspection import inspect_scaling

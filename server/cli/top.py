@@ -22,10 +22,9 @@ from windlass.clients import APIError, APIStatusError, Client, RateLimitError, R
 from windlass.clients.terminal import CommandError, discard_output, is_output_closed, print_status
 from windlass.clients.types import Metrics
 from windlass.engine.errors import with_place
-from windlass.server.cli.help import with_key_hint
+from windlass.server.cli.parameters import with_key_hint
 
 _PREFIX = "windlass_"
-
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -222,44 +221,34 @@ def typed_keys() -> Iterator[Keys]:
 
 
 MAX_SCALINGS = 8
-
 _NAME = 24  # columns of a scaling's name
-
 _BAR = 20
-
 _GOOD = "ready"
 
 
-def rows(interval_stats: IntervalStats) -> list[tuple[str, str]]:
+def rows(stats: IntervalStats) -> list[tuple[str, str]]:
     """Labels and texts of all statistics except the scalings."""
-    found = [
-        ("engine", f"{interval_stats.state}{_engine(interval_stats)}"),
+    return [
+        ("engine", f"{stats.state}{_engine(stats)}"),
         (
             "requests",
-            f"{_count(interval_stats.running)} running, {_count(interval_stats.waiting)} waiting; "
-            f"{_rate(interval_stats.finished_rate)}/s answered, {_rate(interval_stats.failed_rate)}/s failed",
+            f"{_count(stats.running)} running, {_count(stats.waiting)} waiting; "
+            f"{_rate(stats.finished_rate)}/s answered, {_rate(stats.failed_rate)}/s failed",
         ),
-        ("tokens/s", f"{_rate(interval_stats.prompt_rate)} in, {_rate(interval_stats.generated_rate)} out"),
-        ("cache", _cache(interval_stats)),
-        (
-            "prefix hits",
-            "-" if interval_stats.prefix_hits is None else f"{interval_stats.prefix_hits:.0%} of prompt tokens",
-        ),
+        ("tokens/s", f"{_rate(stats.prompt_rate)} in, {_rate(stats.generated_rate)} out"),
+        ("cache", _cache(stats)),
+        ("prefix hits", "-" if stats.prefix_hits is None else f"{stats.prefix_hits:.0%} of prompt tokens"),
+        ("first token", _latency(stats.first_token)),
+        ("next token", _latency(stats.between_tokens)),
+        ("loop lag", _latency(stats.loop_lag)),
     ]
-    for label, latency in (
-        ("first token", interval_stats.first_token),
-        ("next token", interval_stats.between_tokens),
-        ("loop lag", interval_stats.loop_lag),
-    ):
-        found.append((label, _latency(latency)))
-    return found
 
 
-def plain(interval_stats: IntervalStats, url: str) -> str:
+def plain(stats: IntervalStats, url: str) -> str:
     """All statistics as text, for files and pipes."""
-    lines = [f"{url}, the last {interval_stats.seconds:.1f} s"]
-    lines += [f"  {label:<12} {text}" for label, text in rows(interval_stats)]
-    for scaling in interval_stats.scalings:
+    lines = [f"{url}, the last {stats.seconds:.1f} s"]
+    lines += [f"  {label:<12} {text}" for label, text in rows(stats)]
+    for scaling in stats.scalings:
         lines.append(
             f"  scaling {scaling.name}: {_count(scaling.running)} running, {_rate(scaling.prompt_rate)} tokens/s in, "
             f"{_rate(scaling.generated_rate)} out"
@@ -267,63 +256,63 @@ def plain(interval_stats: IntervalStats, url: str) -> str:
     return "\n".join(lines)
 
 
-def screen(interval_stats: IntervalStats | None, url: str, problem: str = "") -> RenderableType:
-    """The terminal's content. interval_stats: None before the first ones. problem: why there are no newer ones."""
+def screen(stats: IntervalStats | None, url: str, problem: str = "") -> RenderableType:
+    """The terminal's content. stats: None before the first ones. problem: why there are no newer ones."""
     head = Text(f"windlass top  {url}", style="bold", no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [head]
     if problem:
         parts.append(Text(problem, style="bold red", no_wrap=True, overflow="ellipsis"))
-    if interval_stats is None:
+    if stats is None:
         parts.append(Text("" if problem else "waiting ..."))
     else:
-        parts += [_table(interval_stats), *_scalings(interval_stats)]
+        parts += [_table(stats), *_scalings(stats)]
     parts.append(Text("q quits", style="dim"))
     return Group(*parts)
 
 
-def _table(interval_stats: IntervalStats) -> Table:
+def _table(stats: IntervalStats) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis")
-    for label, text in rows(interval_stats):
-        style = ("green" if interval_stats.state == _GOOD else "bold red") if label == "engine" else ""
+    for label, text in rows(stats):
+        style = ("green" if stats.state == _GOOD else "bold red") if label == "engine" else ""
         table.add_row(label, Text(text, style=style))
-        if label == "cache" and interval_stats.cache_usage is not None:
-            filled = round(max(0.0, min(1.0, interval_stats.cache_usage)) * _BAR)
+        if label == "cache" and stats.cache_usage is not None:
+            filled = round(max(0.0, min(1.0, stats.cache_usage)) * _BAR)
             table.add_row("", Text("#" * filled + "." * (_BAR - filled)))
     return table
 
 
-def _scalings(interval_stats: IntervalStats) -> Sequence[RenderableType]:
-    if not interval_stats.scalings:
+def _scalings(stats: IntervalStats) -> Sequence[RenderableType]:
+    if not stats.scalings:
         return ()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("scaling", no_wrap=True, overflow="ellipsis", max_width=_NAME)
     for name in ("running", "in/s", "out/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    busiest = sorted(interval_stats.scalings, key=lambda each: (-each.running, -each.generated_rate, each.name))
+    busiest = sorted(stats.scalings, key=lambda each: (-each.running, -each.generated_rate, each.name))
     for scaling in busiest[:MAX_SCALINGS]:
         table.add_row(scaling.name, _count(scaling.running), _rate(scaling.prompt_rate), _rate(scaling.generated_rate))
     more = len(busiest) - MAX_SCALINGS
     return (Text(""), table, Text(f"and {more} more" if more > 0 else "", style="dim"))
 
 
-def _engine(interval_stats: IntervalStats) -> str:
+def _engine(stats: IntervalStats) -> str:
     parts = []
-    if interval_stats.restarts:
-        parts.append(f"{_count(interval_stats.restarts)} restart{'s' if interval_stats.restarts > 1 else ''}")
-    if interval_stats.preempted:
-        parts.append(f"{_count(interval_stats.preempted)} preempted")
+    if stats.restarts:
+        parts.append(f"{_count(stats.restarts)} restart{'s' if stats.restarts > 1 else ''}")
+    if stats.preempted:
+        parts.append(f"{_count(stats.preempted)} preempted")
     return "".join(f", {text}" for text in parts)
 
 
-def _cache(interval_stats: IntervalStats) -> str:
-    if interval_stats.cache_usage is None:
+def _cache(stats: IntervalStats) -> str:
+    if stats.cache_usage is None:
         return "-"
-    if not interval_stats.blocks or interval_stats.blocks_used is None:
-        return f"{interval_stats.cache_usage:.0%} in use"
-    blocks = f"{_count(interval_stats.blocks_used)} of {_count(interval_stats.blocks)} blocks in use"
-    return f"{blocks}, {interval_stats.cache_usage:.0%} of the fullest KV group"
+    if not stats.blocks or stats.blocks_used is None:
+        return f"{stats.cache_usage:.0%} in use"
+    blocks = f"{_count(stats.blocks_used)} of {_count(stats.blocks)} blocks in use"
+    return f"{blocks}, {stats.cache_usage:.0%} of the fullest KV group"
 
 
 def _latency(values: tuple[float, ...] | None) -> str:

@@ -13,11 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from windlass.engine.errors import LoadError
 
 MAX_KEYS = 1000
-
 MAX_FILE_BYTES = 1 << 20
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-
 _EXPECTED_FORM = 'write a table such as [alice] with key = "…" for each caller'
 
 # The first line of a TOML file of keys: a table, or a name with a value.

@@ -1,10 +1,10 @@
-"""Options of the commands that start an engine, and the engine configuration that they make."""
+"""Options of the commands that start an engine, with named rotary scalings, and the engine configuration that they make."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -16,6 +16,7 @@ from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, MAX_STEPS, ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.rotary.scaling_fields import KNOWN
 from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
 from windlass.server.config.option import (
     MEMORY,
@@ -40,14 +41,94 @@ from windlass.server.config.option import (
     text,
     texts,
 )
-from windlass.server.config.rope_profiles import is_profile_name, parse_profiles
+
+OPTION = "`rope_profile`"
+DEFAULT_NAME = "default"  # name of the scaling of requests that set none
+EXAMPLE = 'long="yarn 4"'
+_PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PREFIX_OF_NAME = re.compile(r"\s*([^\s={}]*)=")
+
+# A word after a short form that begins the next profile: unlike a field, its value is a kind or an object.
+_NEXT_PROFILE = re.compile(rf"\s(?=[^\s={{}}]*=\s*(?:\{{|(?:{'|'.join(KNOWN)})(?:\s|$))|\{{)")
+
+
+def is_profile_name(text: str) -> bool:
+    """Whether this may be the name of a profile: 1 to 64 letters, digits, dots, hyphens and underscores."""
+    return _PROFILE_NAME.fullmatch(text) is not None
+
+
+def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
+    """Profiles from any number of `NAME=SCALING` and `{"NAME": SCALING, …}`; a scaling is JSON or a short form.
+
+    Raises LoadError, or RequestError that names one.
+
+    The values are read as one text, because the value of a variable is split at its spaces.
+    """
+    text = " ".join(values)
+    decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+    profiles: dict[str, RopeScaling] = {}
+    position = len(text) - len(text.lstrip())
+    while position < len(text):
+        name = None
+        if text[position] != "{":
+            match = _PREFIX_OF_NAME.match(text, position)
+            if match is None:
+                raise LoadError(f"{OPTION} must be NAME=SCALING such as {EXAMPLE}, got {_excerpt(text[position:])}")
+            name, position = match[1], match.end()
+        if name is not None and not text[position:].lstrip().startswith("{"):
+            following = _NEXT_PROFILE.search(text, position)
+            end = len(text) if following is None else following.start()
+            _add(profiles, name, text[position:end])
+            position = end + _count_spaces(text, end)
+            continue
+        try:
+            value, position = decoder.raw_decode(text, position + _count_spaces(text, position))
+        except (ValueError, RecursionError) as error:
+            what = f" {name}" if name else ""
+            raise LoadError(f"{OPTION}{what} is not valid JSON ({error}): write {EXAMPLE}") from None
+        for key, item in {name: value}.items() if name is not None else value.items():
+            _add(profiles, key, item)
+        position += _count_spaces(text, position)
+    return profiles
+
+
+def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
+    if not is_profile_name(name):
+        raise LoadError(
+            f"{OPTION} {_excerpt(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores and begins "
+            "with a letter or digit"
+        )
+    if name == AUTO_NAME:
+        raise LoadError(f"{OPTION} {name}: the name means the smallest scaling that a length needs: choose another")
+    if name in profiles:
+        raise LoadError(f"{OPTION} {name} is given twice: remove one")
+    param = f"{OPTION} {name}"
+    profiles[name] = (
+        parse_scaling(value, param=param) if isinstance(value, str) else RopeScaling.from_dict(value, param=param)
+    )
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:64]!r} is given twice")
+    return found
+
+
+def _count_spaces(text: str, position: int) -> int:
+    """The number of spaces at `position`."""
+    return len(text) - position - len(text[position:].lstrip())
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
 
 NAME_RULE = "1 to 128 letters, digits, dots, hyphens, underscores and slashes, a letter or digit first"
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NO_SCALING = "none"  # in thresholds: the model's own frequencies
-
 _THRESHOLDS_EXAMPLE = "auto,8192=none,32768=long"
 
 
@@ -86,10 +167,7 @@ class EngineOptions:
     """Options of every command that starts an engine."""
 
     device: str = Panel.MODEL.option(
-        text(metavar="DEVICE"),
-        default="auto",
-        sets="compute.device",
-        help="Device: cpu, cuda, cuda:1 or auto.",
+        text(metavar="DEVICE"), default="auto", sets="compute.device", help="Device: cpu, cuda, cuda:1 or auto."
     )
     dtype: str = Panel.MODEL.option(
         number_type(),
@@ -122,7 +200,6 @@ class EngineOptions:
     )
     weight_cache: str | None = Panel.MODEL.option(
         folder("a folder, or model for one in the model's directory", "beside", aliases={"model": "beside"}),
-        default=None,
         sets="loading.weight_cache",
         help="Folder in which quantized weights are stored for the next start; model: a folder in the model's directory. "
         "Default: none.",
@@ -136,7 +213,6 @@ class EngineOptions:
     )
     max_model_len: int | None = Panel.CONTEXT.option(
         TOKENS_OR_AUTO,
-        default=None,
         sets="max_model_len",
         main=True,
         help="Longest prompt and output together, in tokens, such as 8k; may exceed the model's length. Default, and auto: "
@@ -144,7 +220,6 @@ class EngineOptions:
     )
     shift_context: int | None = Panel.CONTEXT.option(
         TOKENS,
-        default=None,
         scope="key",
         sets="context.shift_context",
         reported=True,
@@ -152,7 +227,6 @@ class EngineOptions:
     )
     max_total_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
-        default=None,
         scope="key",
         sets="context.max_total_tokens",
         reported=True,
@@ -179,7 +253,6 @@ class EngineOptions:
     )
     kv_cache_memory: int | None = Panel.CONTEXT.option(
         MEMORY,
-        default=None,
         sets="cache.memory",
         main=True,
         help="Memory for cached keys and values, such as 4GiB or 500MB. Default: half of the free memory on a CPU, the rest of "
@@ -187,17 +260,12 @@ class EngineOptions:
     )
     gpu_memory_utilization: float | None = Panel.CONTEXT.option(
         non_negative_number("a share above 0 and at most 1", "SHARE"),
-        default=None,
         sets="cache.device_share",
         help="Share of a GPU's memory that the engine may use, weights and steps included. Excludes --kv-cache-memory. "
         "Default: 0.9.",
     )
     block_size: int = Panel.CONTEXT.option(
-        integer(),
-        default=16,
-        scope="key",
-        sets="cache.block_size",
-        help="Tokens per cache block, a multiple of 16.",
+        integer(), default=16, scope="key", sets="cache.block_size", help="Tokens per cache block, a multiple of 16."
     )
     prefix_caching: bool = Panel.CONTEXT.option(
         SWITCH,
@@ -207,30 +275,24 @@ class EngineOptions:
     )
     kv_persist: str | None = Panel.CONTEXT.option(
         folder("a folder"),
-        default=None,
         sets="cache.persist",
         help="Folder for cached keys and values, which are then reused after a restart or by another server of this model. "
         "Readers of the folder can recover parts of prompts. Default: none.",
     )
     kv_persist_size: int | None = Panel.CONTEXT.option(
         MEMORY,
-        default=None,
         scope="key",
         sets="cache.persist_size",
         help="Limit of the files in the kv-persist folder; the least recently used are deleted. Default: 4GiB.",
     )
     kv_host_memory: int | None = Panel.CONTEXT.option(
-        MEMORY,
-        default=None,
-        sets="cache.host_memory",
-        help="On a GPU: main memory for blocks that the cache evicts. Default: none.",
+        MEMORY, sets="cache.host_memory", help="On a GPU: main memory for blocks that the cache evicts. Default: none."
     )
     rope_scaling: str | None = Panel.ROTARY.option(
         json_object(
             SCALING_EXAMPLE,
             f"a mapping such as {SCALING_EXAMPLE}, a text such as 'yarn 4', the name of a profile, or auto",
         ),
-        default=None,
         sets="rotary.scaling",
         main=True,
         help=f"Rotary scaling, such as 'yarn 4' or '{SCALING_EXAMPLE}', the name of a profile, or auto: the smallest scaling "
@@ -243,14 +305,12 @@ class EngineOptions:
             metavar="NAME=SCALING",
             parameter=list[str],
         ),
-        default=None,
         main=True,
         in_llm=True,
         help="A scaling that requests may use by its name, such as 'long=yarn 4'; repeatable.",
     )
     rope_update: RopeUpdate | None = Panel.ROTARY.option(
         choice(*ROPE_UPDATES),
-        default=None,
         sets="rotary.update",
         reported=True,
         help="Policy for cached keys when frequencies that depend on length change: frozen (they never change), recompute "
@@ -258,23 +318,15 @@ class EngineOptions:
     )
     lora: list[str] | None = Panel.ADAPTERS.option(
         texts("NAME=DIR"),
-        default=None,
         main=True,
         in_llm=True,
         help="A LoRA adapter in PEFT's format, which requests select as their model; repeatable or comma-separated.",
     )
     max_loras: int = Panel.ADAPTERS.option(
-        integer(),
-        default=8,
-        sets="adapters.max_loaded",
-        help="Adapters that may be loaded at once, at most 1,024.",
+        integer(), default=8, sets="adapters.max_loaded", help="Adapters that may be loaded at once, at most 1,024."
     )
     max_lora_rank: int = Panel.ADAPTERS.option(
-        integer(),
-        default=64,
-        scope="key",
-        sets="adapters.max_rank",
-        help="Largest rank of an adapter.",
+        integer(), default=64, scope="key", sets="adapters.max_rank", help="Largest rank of an adapter."
     )
     deterministic: bool = Panel.BATCHING.option(
         SWITCH,
@@ -302,7 +354,6 @@ class EngineOptions:
     )
     speculative_model: str | None = Panel.SPECULATION.option(
         text("the name or path of a model", "MODEL"),
-        default=None,
         sets="scheduling.speculation.model",
         main=True,
         reported=True,
@@ -339,7 +390,6 @@ class EngineOptions:
     )
     threads: int | None = Panel.BATCHING.option(
         integer(),
-        default=None,
         sets="compute.threads",
         main=True,
         help="CPU threads of each rank, at most 1,024. Default: torch's choice.",
@@ -518,4 +568,4 @@ def _parse_threshold(part: str, profiles: Mapping[str, RopeScaling]) -> ScalingT
 
 def is_adapter_name(name: str) -> bool:
     """Whether an adapter may have this name."""
-    return _NAME.fullmatch(name) is not None
+    return _ADAPTER_NAME.fullmatch(name) is not None

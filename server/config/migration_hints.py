@@ -98,7 +98,6 @@ _REQUEST_FIELDS = {
 }
 
 _SAMPLING_OPTION = "--override-generation-config"  # sets some of these fields where a request does not
-
 _SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"}
 
 # What to do instead.
@@ -186,7 +185,6 @@ _COMMANDS = {
 }
 
 _NAMED = re.compile(r"(?<!\S)--[a-z][a-z-]*")
-
 _PREFIX = "WINDLASS_"
 
 # Variables that are not options: the cache folder, the CPU's instruction set, and the address and key that clients use.

@@ -28,7 +28,6 @@ Scope = Literal["flag", "key", "variable"]
 MAX_SECONDS = 1e9  # the clocks of operating systems do not reach much further
 MAX_TEMPLATE_BYTES = 1024 * 1024
 SCALING_EXAMPLE = '{"rope_type": "yarn", "factor": 4}'
-
 _MIN_BARE_BYTES = 1 << 20
 _MAX_SHOWN = 80  # characters of a value in a message
 _TOKEN_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -56,9 +55,9 @@ class Panel(StrEnum):
     CONNECTIONS = "Connections"
     CLUSTER = "Cluster"
 
-    def option(self, kind: Kind, *, default: Any, **description: Any) -> Any:
-        """A field of a class decorated with `options`. The parameters are the fields of `Option`."""
-        description["in_llm"] = description.get("in_llm", False) or "sets" in description
+    def option(self, kind: Kind, *, default: Any = None, **description: Any) -> Any:
+        """A field of a class decorated with `options`. The parameters are the fields of `Option`. default: None for absent."""
+        description.setdefault("in_llm", "sets" in description or "reported" in description)
         return field(
             default=default, metadata={"option": Option(kind=kind, default=default, panel=self, **description)}
         )
@@ -85,7 +84,7 @@ class Option:
 
     sets: path of the engine field that gets its value. convert: makes the field's value of the option's. main: shown by
     `--help`; the others by `--help-all`. reported: shown at start if it is not at its default. in_llm, in_ray: whether `LLM`
-    and `windlass ray deploy` accept it.
+    and `windlass ray deploy` accept it; `LLM` accepts those that set an engine field or are reported.
     """
 
     name: str = ""
@@ -274,7 +273,6 @@ def read_tokens(value: Any) -> int:
 
 
 _TOKENS_FORM = "a whole number of tokens such as 8192 or 8k (the same: k is 1,024, m 1,024k, g 1,024m)"
-
 TOKENS = Kind(form=_TOKENS_FORM, read=read_tokens, metavar="TOKENS")
 
 TOKENS_OR_AUTO = Kind(
@@ -302,9 +300,7 @@ def read_memory(value: Any) -> int:
 
 
 _SIZE_FORM = "a size such as 4GiB, 500MB or a number of bytes"
-
 SIZE_OR_ZERO = Kind(form=f"0 or {_SIZE_FORM}", read=lambda v: 0 if v in (0, "0") else _read_size(v), metavar="SIZE")
-
 MEMORY = Kind(form=_SIZE_FORM, read=read_memory, metavar="SIZE")
 
 

@@ -51,9 +51,7 @@ from windlass.server.config.settings import (
 )
 
 LOG_FORMATS = ("text", "json")
-
 GENERATION_CONFIG_FILE = "generation_config.json"
-
 NO_GENERATION_CONFIG = ("none", "vllm")  # the second is vLLM's word
 
 REASONING_PARSERS = (
@@ -63,57 +61,18 @@ REASONING_PARSERS = (
 
 # Importing the parsers takes time: a test compares this list with them.
 TOOL_CALL_PARSERS = (
-    "hermes",
-    "qwen3_coder",
-    "llama3_json",
-    "lfm2",
-    "pythonic",
-    "mistral",
-    "mistral_args",
-    "harmony",
-    "deepseek_v3",
-    "deepseek_v31",
-    "gemma4",
-    "granite",
-    "apertus",
-    "cohere",
-    "command_r",
-    "deepseek_v32",
-    "deepseek_v4",
-    "functiongemma",
-    "functionary_v31",
-    "functionary_v32",
-    "gigachat3",
-    "glm45",
-    "glm47",
-    "granite_20b",
-    "hunyuan",
-    "internlm",
-    "kimi_k2",
-    "longcat",
-    "longcat_json",
-    "minicpm3",
-    "minicpm5",
-    "minimax_m2",
-    "minimax_m3",
-    "nemotron",
-    "olmo3",
-    "phi4_mini",
-    "phi4_mini_functools",
-    "seed_oss",
-    "plain_json",
+    *("hermes", "qwen3_coder", "llama3_json", "lfm2", "pythonic", "mistral", "mistral_args", "harmony"),
+    *("deepseek_v3", "deepseek_v31", "gemma4", "granite", "apertus", "cohere", "command_r", "deepseek_v32"),
+    *("deepseek_v4", "functiongemma", "functionary_v31", "functionary_v32", "gigachat3", "glm45", "glm47"),
+    *("granite_20b", "hunyuan", "internlm", "kimi_k2", "longcat", "longcat_json", "minicpm3", "minicpm5"),
+    *("minimax_m2", "minimax_m3", "nemotron", "olmo3", "phi4_mini", "phi4_mini_functools", "seed_oss", "plain_json"),
 )
 
 MAX_REPLICAS = 1024
-
 _SAMPLING_EXAMPLE = '{"temperature": 0.7}'
-
 ANY_NAME = "*"  # among the model's names: requests may use any
-
 _KWARGS_EXAMPLE = '{"enable_thinking": false}'
-
 _EXACT = "exact"
-
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _Test = Callable[[float], bool]
@@ -128,7 +87,6 @@ _NUMBERS: dict[str, tuple[_Test, str]] = {
 }
 
 _FIELDS = (*_NUMBERS, "top_k", "do_sample")
-
 _MAX_INT32 = 2**31 - 1
 
 
@@ -173,13 +131,11 @@ class SamplingOptions:
         text("auto, none or a path", "auto|none|PATH"),
         default="auto",
         reported=True,
-        in_llm=True,
         help="Sampling defaults: auto (the model's generation_config.json, or what the authors of a known model recommend), "
         "none, or the path of such a file or its folder.",
     )
     override_generation_config: str | None = Panel.ANSWERS.option(
         json_object(_SAMPLING_EXAMPLE),
-        default=None,
         in_llm=True,
         help=f"Sampling defaults that replace those of the file, such as '{_SAMPLING_EXAMPLE}'.",
     )
@@ -201,74 +157,49 @@ class ServerOptions(SamplingOptions):
         help="Address to listen on; 0.0.0.0 for all addresses.",
     )
     port: int = Panel.NETWORK.option(
-        integer(0, 65535),
-        default=8000,
-        main=True,
-        help="Port to listen on; 0 chooses a free port.",
+        integer(0, 65535), default=8000, main=True, help="Port to listen on; 0 chooses a free port."
     )
     uds: Path | None = Panel.NETWORK.option(
         path("PATH"),
-        default=None,
         in_ray=False,
         help="Listen on a Unix socket at this path instead, open to the owner and group of this process.",
     )
     ssl_certfile: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        default=None,
-        in_ray=False,
-        help="Serve HTTPS with this certificate (PEM, followed by its chain).",
+        path("FILE"), in_ray=False, help="Serve HTTPS with this certificate (PEM, followed by its chain)."
     )
     ssl_keyfile: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        default=None,
-        in_ray=False,
-        help="Private key of the certificate. Default: contained in --ssl-certfile.",
+        path("FILE"), in_ray=False, help="Private key of the certificate. Default: contained in --ssl-certfile."
     )
     ssl_keyfile_password: str | None = Panel.NETWORK.option(
-        text("a password"), default=None, scope="variable", help="Password of the private key."
+        text("a password"), scope="variable", help="Password of the private key."
     )
     ssl_ca_certs: Path | None = Panel.NETWORK.option(
-        path("FILE"),
-        default=None,
-        in_ray=False,
-        help="Require client certificates signed by one of these authorities.",
+        path("FILE"), in_ray=False, help="Require client certificates signed by one of these authorities."
     )
     served_model_name: list[str] | None = Panel.MODEL.option(
         texts("NAME"),
-        default=None,
         main=True,
         help="Model id in the API; repeatable or comma-separated. Responses use the first. *: requests may use any name. "
         "Default: the name of the model's directory.",
     )
     chat_template: Path | None = Panel.ANSWERS.option(
-        path("FILE"),
-        default=None,
-        main=True,
-        reported=True,
-        in_llm=True,
-        help="A chat template (Jinja) that replaces the model's own.",
+        path("FILE"), main=True, reported=True, help="A chat template (Jinja) that replaces the model's own."
     )
     rerank_tokens: list[str] | None = Panel.ANSWERS.option(
         texts("NO,YES"),
-        default=None,
         reported=True,
-        in_llm=True,
         help="Rank documents by two tokens that the model predicts, such as no,yes, or by the logit of one. Default: as the "
         "model's files declare.",
     )
     rerank_template: str | None = Panel.ANSWERS.option(
         text("qwen3 or a path", "FILE"),
-        default=None,
         reported=True,
-        in_llm=True,
         help="Prompt of a query and a document (Jinja), or qwen3: the prompt of Qwen3-Reranker. Default: the model's chat "
         "template, where it accepts both.",
     )
     default_chat_template_kwargs: str | None = Panel.ANSWERS.option(
         json_object(_KWARGS_EXAMPLE),
-        default=None,
         reported=True,
-        in_llm=True,
         help=f"Default variables of the chat template, such as '{_KWARGS_EXAMPLE}'.",
     )
     root_path: str = Panel.NETWORK.option(
@@ -278,14 +209,12 @@ class ServerOptions(SamplingOptions):
     )
     api_key: list[str] | None = Panel.ACCESS.option(
         texts("KEY"),
-        default=None,
         main=True,
         help="A key that clients must send; repeatable or comma-separated. Other users of the machine can see command lines: "
         "prefer the variable or --api-key-file.",
     )
     api_key_file: Path | None = Panel.ACCESS.option(
         path("FILE"),
-        default=None,
         main=True,
         help="A file with one key per line, or a TOML file of named keys with limits. Read again on SIGHUP.",
     )
@@ -296,19 +225,16 @@ class ServerOptions(SamplingOptions):
     )
     cors_origin: list[str] | None = Panel.ACCESS.option(
         texts("ORIGIN"),
-        default=None,
         help="Origin whose pages may call the API, such as https://example.org; repeatable or comma-separated. Default: none.",
     )
     allowed_hosts: list[str] | None = Panel.ACCESS.option(
         texts("HOST"),
-        default=None,
         help="Name by which clients may reach the server, such as example.org, *.example.org (all names below it) or * "
         "(any); repeatable or comma-separated. On a network, addresses are accepted too. Default: any name with an API key "
         "or on a network, else those of this machine (localhost).",
     )
     default_max_tokens: int | None = Panel.ANSWERS.option(
         TOKENS,
-        default=None,
         in_llm=True,
         help="Longest answer, in tokens, of a chat that sets no max_tokens. Default: what the context leaves.",
     )
@@ -328,12 +254,10 @@ class ServerOptions(SamplingOptions):
         choice(*REASONING_PARSERS),
         default="auto",
         reported=True,
-        in_llm=True,
         help="Format of the model's reasoning; auto: detected from the chat template.",
     )
     request_timeout: float | None = Panel.ANSWERS.option(
         seconds(allow_zero=False, allow_infinite=True),
-        default=None,
         help="Deadline of requests that set none, in seconds. Default: no deadline.",
     )
     grace_period: float = Panel.OPERATION.option(
@@ -345,7 +269,6 @@ class ServerOptions(SamplingOptions):
         choice("auto", "none", *TOOL_CALL_PARSERS),
         default="auto",
         reported=True,
-        in_llm=True,
         help="Format of the model's tool calls; auto: detected from the chat template; none: calls remain in the text.",
     )
     context_overflow: str = Panel.CONTEXT.option(
@@ -353,16 +276,13 @@ class ServerOptions(SamplingOptions):
         default="stop",
         main=True,
         reported=True,
-        in_llm=True,
         help="Handling of requests that exceed the context: stop (the answer ends), error (refused), shift (the oldest "
         "tokens are dropped) or drop_turns (a chat's oldest turns are dropped).",
     )
     keep_tokens: int | None = Panel.CONTEXT.option(
         TOKENS,
-        default=None,
         scope="key",
         reported=True,
-        in_llm=True,
         help="Leading tokens that context shift never drops, rounded up to whole blocks. Default: a chat's system prompt, "
         "else 16.",
     )
@@ -372,9 +292,7 @@ class ServerOptions(SamplingOptions):
             read=_read_window,
             metavar="TOKENS[,SINKS]",
         ),
-        default=None,
         reported=True,
-        in_llm=True,
         help="Number of tokens that each token attends to; a second number, as in 4096,4, adds leading tokens (attention "
         "sinks). Default: all tokens, no sinks.",
     )
@@ -382,7 +300,6 @@ class ServerOptions(SamplingOptions):
         TOKENS,
         default=0,
         reported=True,
-        in_llm=True,
         help="Shortest cached passage, in tokens (at least 32), that is reused at any offset of a prompt. 0: reuse only "
         "equal prompt starts.",
     )
@@ -397,7 +314,6 @@ class ServerOptions(SamplingOptions):
         default="allow",
         main=True,
         reported=True,
-        in_llm=True,
         help="Rotary scaling that requests may set: allow (anything), profiles (names of --rope-profile) or off (nothing). "
         "exact, alone or after a comma, also allows exact recomputing: the context again for every token past the model's "
         "length.",
@@ -409,44 +325,33 @@ class ServerOptions(SamplingOptions):
     )
     lora_folder: Path | None = Panel.ADAPTERS.option(
         path("DIR"),
-        default=None,
         help="Folder from which clients may load and unload adapters while the server runs. Default: they may not.",
     )
     ui: bool = Panel.OPERATION.option(SWITCH, default=True, help="Serve a page to try the model at /.")
     stats_interval: float = Panel.OPERATION.option(
-        seconds(),
-        default=10.0,
-        scope="variable",
-        help="Seconds between log lines about running requests; 0: no lines.",
+        seconds(), default=10.0, scope="variable", help="Seconds between log lines about running requests; 0: no lines."
     )
     log_format: str = Panel.OPERATION.option(
-        choice(*LOG_FORMATS),
-        default="text",
-        help="text, or json: every line on standard error is a JSON object.",
+        choice(*LOG_FORMATS), default="text", help="text, or json: every line on standard error is a JSON object."
     )
     otel_endpoint: str | None = Panel.OPERATION.option(
         text("a URL", "URL"),
-        default=None,
         help="Send spans of requests to this collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs the extra "
         "otel. Default: none.",
     )
     crash_dir: str | None = Panel.OPERATION.option(
         text("a folder or none", "DIR"),
-        default=None,
         scope="variable",
         help="Folder for reports, without prompts and keys, of engines that died; none: no reports. Default: crashes in "
         "WINDLASS_CACHE, else in ~/.cache/windlass.",
     )
     record: Path | None = Panel.OPERATION.option(
         path("FILE"),
-        default=None,
         in_ray=False,
         help="Append a line of JSON per generation request, without any text. `windlass replay` repeats it.",
     )
     record_text: bool = Panel.OPERATION.option(
-        SWITCH,
-        default=False,
-        help="Also record prompts as token ids, and digests of answers.",
+        SWITCH, default=False, help="Also record prompts as token ids, and digests of answers."
     )
     record_limit: int = Panel.OPERATION.option(
         MEMORY,
@@ -534,10 +439,7 @@ class ServerOptions(SamplingOptions):
         except OSError as error:
             raise LoadError(f"cannot write `record={self.record}`: {error.strerror or error}") from None
         return RecordSettings(
-            path=self.record.absolute(),
-            text=self.record_text,
-            max_bytes=self.record_limit,
-            deterministic=deterministic,
+            path=self.record.absolute(), text=self.record_text, max_bytes=self.record_limit, deterministic=deterministic
         )
 
     def _lora_folder(self) -> Path | None:
@@ -587,7 +489,6 @@ class ConnectionOptions:
     )
     forwarded_allow_ips: list[str] | None = Panel.CONNECTIONS.option(
         texts("ADDRESS"),
-        default=None,
         help="Trusted proxies, as addresses or networks, * for all; repeatable or comma-separated. Their X-Forwarded-For is "
         "used. Default: 127.0.0.1.",
     )
@@ -654,7 +555,6 @@ class ClusterOptions:
     )
     address: str | None = Panel.CLUSTER.option(
         text("an address", "HOST:PORT"),
-        default=None,
         help="Address of the Ray cluster. Default: RAY_ADDRESS, else the cluster of this machine.",
     )
     name: str = Panel.CLUSTER.option(
@@ -669,19 +569,13 @@ class ClusterOptions:
         "proxy.",
     )
     target_requests: int = Panel.CLUSTER.option(
-        integer(1),
-        default=8,
-        help="With a range: running and waiting requests per replica, above which one is added.",
+        integer(1), default=8, help="With a range: running and waiting requests per replica, above which one is added."
     )
     scale_up_seconds: float = Panel.CLUSTER.option(
-        seconds(),
-        default=10.0,
-        help="Seconds with more requests after which a replica is added.",
+        seconds(), default=10.0, help="Seconds with more requests after which a replica is added."
     )
     scale_down_seconds: float = Panel.CLUSTER.option(
-        seconds(),
-        default=300.0,
-        help="Seconds with fewer requests after which a replica is removed.",
+        seconds(), default=300.0, help="Seconds with fewer requests after which a replica is removed."
     )
 
     def replica_bounds(self) -> tuple[int, int]:

@@ -13,9 +13,7 @@ from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.server.config.api_keys import ApiKey
 
 RopePolicy = Literal["allow", "profiles", "off"]
-
 MetricsNames = Literal["windlass", "vllm", "both"]
-
 ContextOverflow = Literal["error", "stop", "shift", "drop_turns"]
 
 # The kind of address at which a server listens.

@@ -25,13 +25,9 @@ from windlass.server.observability.logging import RateLimitedLogger
 Network = IPv4Network | IPv6Network
 
 ALL_NETWORKS: tuple[Network, ...] = (ip_network("0.0.0.0/0"), ip_network("::/0"))
-
 _LOCALHOST: tuple[Network, ...] = (IPv4Network("127.0.0.1"),)
-
 MAX_OPEN_FILES = 65536  # requested where the hard limit is higher or absent
-
 RESERVED_DESCRIPTORS = 128  # for the engine's pipes, the listener, files and worker processes
-
 PIECES_PER_TURN = 32  # of bodies in one turn of the event loop: about a millisecond, as long as any request takes
 
 # A body with more than MANY_CHUNKS chunks is refused if they have fewer than TINY_CHUNK bytes on average. Clients that write
@@ -156,7 +152,6 @@ ADDRESS_FULL = PreparedResponse(
     ApiError(
         429,
         "this address has reached its limit of connections: close some of them, or reuse them",
-        type="rate_limit_error",
         code="too_many_connections",
         retry_after=RETRY_AFTER_SECONDS,
     )

@@ -21,21 +21,8 @@ import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from windlass.server.http.connection_limits import (
-    CONTENT_LENGTHS,
-    FOLDED_LINE,
-    HEADER_TIMEOUT,
-    MALFORMED_REQUEST,
-    MANY_CHUNKS,
-    MAX_DISCARDED_CHUNKS,
-    PIECES_PER_TURN,
-    TINY_CHUNK,
-    TINY_CHUNKS,
-    UNKNOWN_CODING,
-    ConnectionRegistry,
-    PreparedResponse,
-    oversized_chunk,
-)
+from windlass.server.http import connection_limits as limits
+from windlass.server.http.connection_limits import ConnectionRegistry, PreparedResponse
 from windlass.server.observability.logging import AccessLog, RateLimitedLogger
 
 # The system would buffer megabytes that a client never reads, and hide for minutes that it does not read.
@@ -45,9 +32,7 @@ UNSENT_BYTES = 64 * 1024
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _FOLDED = re.compile(rb"\n[ \t]")
-
 _CONTENT_LENGTH = re.compile(rb"\ncontent-length:([^\n]*)", re.IGNORECASE)
-
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 
 # More digits than h11 reads as the size of a chunk.
@@ -65,10 +50,10 @@ class PacedConnection(h11.Connection):
 
     def __init__(self, max_incomplete_event_size: int, max_body_bytes: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
-        self.refusal = MALFORMED_REQUEST
+        self.refusal = limits.MALFORMED_REQUEST
         self.discards_body = False
         self._max_body_bytes = max_body_bytes
-        self._left = PIECES_PER_TURN
+        self._left = limits.PIECES_PER_TURN
         self._begin_body()
 
     @property
@@ -78,7 +63,7 @@ class PacedConnection(h11.Connection):
 
     def begin_turn(self) -> None:
         """Return events again after NEED_DATA because of `has_paused`."""
-        self._left = PIECES_PER_TURN
+        self._left = limits.PIECES_PER_TURN
 
     def next_event(self) -> Any:
         """See h11. Raises RemoteProtocolError also for ambiguous requests, and for tiny and oversized chunks."""
@@ -89,7 +74,7 @@ class PacedConnection(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == HTTPStatus.NOT_IMPLEMENTED:
-                self.refusal = UNKNOWN_CODING
+                self.refusal = limits.UNKNOWN_CODING
             raise
         if isinstance(event, h11.Request):
             return self._check_request(event, received)
@@ -111,14 +96,14 @@ class PacedConnection(h11.Connection):
         assert end is not None
         lengths = _CONTENT_LENGTH.findall(received, 0, end.start())
         if _FOLDED.search(received, 0, end.start()):
-            self._refuse(FOLDED_LINE)
+            self._refuse(limits.FOLDED_LINE)
         if len(lengths) > 1 or any(b"," in value for value in lengths):
-            self._refuse(CONTENT_LENGTHS)
+            self._refuse(limits.CONTENT_LENGTHS)
         request = self._in_origin_form(request)
         if not any(name == b"transfer-encoding" for name, _ in request.headers):
             return request
         if request.http_version < b"1.1":
-            self._refuse(MALFORMED_REQUEST)
+            self._refuse(limits.MALFORMED_REQUEST)
         if not lengths:
             return request
         headers = [(name, value) for name, value in request.headers if name != b"content-length"]
@@ -136,7 +121,7 @@ class PacedConnection(h11.Connection):
             return request
         host, target = found.groups()
         if not host or b"@" in host:
-            self._refuse(MALFORMED_REQUEST)
+            self._refuse(limits.MALFORMED_REQUEST)
         others = [(name, value) for name, value in request.headers if name != b"host"]
         return h11.Request(
             method=request.method,
@@ -153,9 +138,9 @@ class PacedConnection(h11.Connection):
         # h11 has no other access to the size of a chunk.
         missing = getattr(self._reader, "_bytes_in_chunk", 0)
         if missing > self._max_body_bytes:
-            self._refuse(oversized_chunk(self._max_body_bytes))
+            self._refuse(limits.oversized_chunk(self._max_body_bytes))
         if waiting and not missing and _OVERLONG_SIZE.match(self.trailing_data[0]):
-            self._refuse(MALFORMED_REQUEST)
+            self._refuse(limits.MALFORMED_REQUEST)
 
     def _refuse(self, refusal: PreparedResponse) -> NoReturn:
         self.refusal = refusal
@@ -171,10 +156,10 @@ class PacedConnection(h11.Connection):
         if self.our_state is h11.DONE:
             self._discarded_chunks += piece.chunk_start
             self._discarded_bytes += len(piece.data)
-            many = piece.chunk_end and self._discarded_chunks > MAX_DISCARDED_CHUNKS
-            self.discards_body = many and self._discarded_bytes < TINY_CHUNK * self._discarded_chunks
-        if piece.chunk_end and self._chunks > MANY_CHUNKS and self._bytes < TINY_CHUNK * self._chunks:
-            self._refuse(TINY_CHUNKS)
+            many = piece.chunk_end and self._discarded_chunks > limits.MAX_DISCARDED_CHUNKS
+            self.discards_body = many and self._discarded_bytes < limits.TINY_CHUNK * self._discarded_chunks
+        if piece.chunk_end and self._chunks > limits.MANY_CHUNKS and self._bytes < limits.TINY_CHUNK * self._chunks:
+            self._refuse(limits.TINY_CHUNKS)
 
 
 class HttpProtocol(H11Protocol):
@@ -240,7 +225,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _replacement_warning(self) -> str | None:
-        return "A body in thousands of tiny chunks was refused." if self.conn.refusal is TINY_CHUNKS else None
+        return "A body in thousands of tiny chunks was refused." if self.conn.refusal is limits.TINY_CHUNKS else None
 
     def _unsupported_upgrade_warning(self) -> None:
         self.logger.warning(
@@ -270,7 +255,7 @@ class HttpProtocol(H11Protocol):
             self.abort()
             return
         if self._has_begun():
-            self.transport.write(HEADER_TIMEOUT.render())
+            self.transport.write(limits.HEADER_TIMEOUT.render())
         self.transport.close()
 
     def abort(self) -> None:

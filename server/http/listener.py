@@ -15,9 +15,7 @@ from pathlib import Path
 from windlass.engine.errors import LoadError, reason_of
 
 READ_BYTES = 32 * 1024  # two TLS records
-
 _BACKLOG = 65535  # the system reduces it to its own maximum
-
 _UMASK = 0o117  # a Unix socket is for its owner and group
 
 

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 ACCEPTS_PER_TURN = 32  # of the event loop: requests in progress wait no longer than these take
-
 ACCEPT_RETRY_SECONDS = 0.25  # after an error; the listener stays readable, so an immediate retry would occupy a core
-
 TLS_SHUTDOWN_SECONDS = 1.0  # to wait for the other end when a connection is closed
-
 TASK_SECONDS = 1  # for requests to notice that their connection was closed
 
 _logger = logging.getLogger("windlass.server")
@@ -203,10 +200,7 @@ class HttpServer(uvicorn.Server):
             "app_state": self.lifespan.state,
         }
         return HttpProtocol(
-            **arguments,
-            registry=self.registry,
-            warning_log=self._warning_log,
-            max_body_bytes=self._max_body_bytes,
+            **arguments, registry=self.registry, warning_log=self._warning_log, max_body_bytes=self._max_body_bytes
         )
 
     def _sweep(self) -> None:

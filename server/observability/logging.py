@@ -1,11 +1,17 @@
-"""Logging: setup, the request that a record is about, the access log, and limits for repeated lines."""
+"""Logging: setup, the request that a record is about, the access log, limits for repeated lines, and stalls of the event loop.
+
+`EventLoopMonitor` is a thread that logs stalls while they last.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -14,8 +20,9 @@ from starlette.types import Scope
 from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_as_json
 from windlass.server.config.option_names import with_option_names
 
-CALLER_NAME = "windlass.caller_name"  # in a scope: the name of the caller's API key, if it has one
+_logger = logging.getLogger("windlass.server")
 
+CALLER_NAME = "windlass.caller_name"  # in a scope: the name of the caller's API key, if it has one
 LOG_INTERVAL_SECONDS = 60.0
 
 current_request: ContextVar[Scope | None] = ContextVar("windlass-request", default=None)
@@ -113,3 +120,64 @@ class _OptionNameFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return with_option_names(super().format(record))
+
+
+HEARTBEAT_SECONDS = 0.1  # between two heartbeats of the loop
+STALL_SECONDS = 1.0  # without a heartbeat: logged, and reported by `/health`
+_FRAMES = 8  # of a stack, the innermost ones
+
+
+class EventLoopMonitor:
+    """Call `start` and `stop` on the event loop.
+
+    observe: called about ten times a second with the delay of the loop in seconds. stall: delay that is logged, in seconds.
+    """
+
+    def __init__(self, observe: Callable[[float], None], stall: float = STALL_SECONDS) -> None:
+        self._observe = observe
+        self._stall = stall
+        self._beat_at = time.monotonic()
+        self._stopped = threading.Event()
+        self._loop_thread = threading.get_ident()
+        self._task: asyncio.Task[None] | None = None
+        self._stall_log = RateLimitedLogger(_logger, logging.WARNING)
+
+    def start(self) -> EventLoopMonitor:
+        self._loop_thread = threading.get_ident()
+        self._beat_at = time.monotonic()
+        self._task = asyncio.get_running_loop().create_task(self._beat(), name="loop-watch")
+        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _lag(self) -> float:
+        return max(0.0, time.monotonic() - self._beat_at - HEARTBEAT_SECONDS)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._observe(self._lag())
+            self._beat_at = time.monotonic()
+
+    def _watch(self) -> None:
+        stalled_since: float | None = None
+        logged = False
+        while not self._stopped.wait(self._stall / 4):
+            if stalled_since is None and self._lag() >= self._stall:
+                stalled_since = self._beat_at
+                logged = self._stall_log.log(
+                    f"the event loop has been blocked for {self._lag():.1f} s, so all requests wait; it runs:\n{self._stack()}"
+                )
+            elif stalled_since is not None and stalled_since != self._beat_at:
+                if logged:
+                    _logger.warning("the event loop runs again after %.1f s", self._beat_at - stalled_since)
+                stalled_since = None
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._loop_thread)
+        found = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+        return "\n".join(f"  {entry.filename}:{entry.lineno} {entry.name}" for entry in found)

@@ -21,9 +21,7 @@ from windlass.server.config.settings import RecordSettings
 _logger = logging.getLogger("windlass.server")
 
 MAX_QUEUED_LINES = 1024  # if the disk is slow; further lines are lost
-
 LOSS_REASONS = ("disk", "full", "slow")
-
 _CLOSE_SECONDS = 5.0  # for queued lines when the server ends
 
 LineBuilder = Callable[[], dict[str, Any]]

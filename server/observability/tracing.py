@@ -17,9 +17,7 @@ from windlass._version import __version__
 from windlass.server.observability.logging import CALLER_NAME, request_id
 
 SPAN = "windlass.span"  # in a scope: its span
-
 _FLUSH_MILLISECONDS = 3000  # for unsent spans when the server ends
-
 _PATH_CHARS = 200
 
 # Name, start and end in seconds of the monotonic clock, which the engine process shares, and attributes.

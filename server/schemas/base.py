@@ -78,18 +78,20 @@ IGNORED_FIELDS: Mapping[str, str] = {
 }
 IGNORED_HEADER = "x-windlass-ignored"
 MAX_REPORTED = 32  # names in that header
-
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_FREE_FORM = 100_000  # values inside free-form JSON
 MAX_NAME = 64  # characters of an unknown field's name in an error
-
 MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 MAX_STOPS, MAX_STOP_CHARS = 64, 256
-
 _TOKEN = {"type": "integer", "minimum": 0}
 HOSTED_TAG = "[hosted]"
 OTHER_TAG = "[other]"  # tags have brackets, by which errors omit them from field paths
+
+
+def optional(description: str, **more: Any) -> Any:
+    """A field that may be absent, which counts as null. more: of pydantic's `Field`."""
+    return Field(default=None, description=description, **more)
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:
@@ -292,7 +294,6 @@ SequenceBreakers = Annotated[
 ]
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 
 RequestedModel = Annotated[
@@ -358,7 +359,6 @@ TextsOrTokens = Annotated[
 ]
 
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
-
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 
 
@@ -368,10 +368,8 @@ class RopeUpdateObject(StrictModel):
     policy: RopeUpdate = Field(
         description="Cached keys keep their frequencies (`frozen`), are computed again (`recompute`) or rotated (`rotate`)."
     )
-    exact: bool | None = Field(
-        default=None,
-        description="With `recompute`: frequencies follow every token instead of steps. The operator must allow "
-        "it. Default: false.",
+    exact: bool | None = optional(
+        "With `recompute`: frequencies follow every token instead of steps. The operator must allow it. Default: false."
     )
 
     @field_validator("exact")
@@ -411,34 +409,27 @@ class EngineRequestFields(RequestModel):
     add_special_tokens: AddSpecialTokens = None
     rope_scaling: RopeScalingField = None
     rope_update: RopeUpdateField = None
-    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Number of most recent tokens that each token attends to, itself included. Default: the "
-        "model's `context.attention_window`, else all.",
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Number of most recent tokens that each token attends to, itself included. Default: the "
+        "model's `context.attention_window`, else all."
     )
-    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="With `attention_window`: number of leading tokens that each token also attends to. "
-        "Default: the model's `context.attention_sinks`, else 0.",
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = optional(
+        "With `attention_window`: number of leading tokens that each token also attends to. "
+        "Default: the model's `context.attention_sinks`, else 0."
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None,
-        description="Cached blocks are shared only among requests with equal salts (and, in general, the same API "
-        "key). Default: none.",
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = optional(
+        "Cached blocks are shared only among requests with equal salts (and, in general, the same API "
+        "key). Default: none."
     )
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Scheduling priority. Lower numbers run first and are preempted last. Default: that of the API key, else 0.",
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = optional(
+        "Scheduling priority. Lower numbers run first and are preempted last. Default: that of the API key, else 0."
     )
-    timeout: Annotated[float, Field(gt=0, le=604800)] | None = Field(
-        default=None,
-        description="Seconds after arrival at which the request fails with status 504, or a stream with an error "
-        "event. Default: the server's.",
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = optional(
+        "Seconds after arrival at which the request fails with status 504, or a stream with an error "
+        "event. Default: the server's."
     )
-    request_id: RequestId | None = Field(
-        default=None,
-        description="Id of the request, instead of the header `X-Request-Id`; part of the answer's `id`. Default: a "
-        "random one.",
+    request_id: RequestId | None = optional(
+        "Id of the request, instead of the header `X-Request-Id`; part of the answer's `id`. Default: a random one."
     )
 
 

@@ -13,6 +13,7 @@ from windlass.server.schemas.base import (
     StrictModel,
     TemplateVariables,
     omitted_part_note,
+    optional,
     without_nulls,
 )
 from windlass.server.schemas.generation import GenerationRequest, only_empty, unsupported_field
@@ -127,39 +128,26 @@ class ChatMessage(StrictModel):
         Any,
         AfterValidator(_text_content),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
-    ] = Field(
-        default=None,
-        description="A text or text parts. In results of calls, the model sees a note in place of other parts.",
+    ] = optional("A text or text parts. In results of calls, the model sees a note in place of other parts.")
+    name: Annotated[str, Field(max_length=256)] | None = optional(
+        "Name of the participant, for templates that show it."
     )
-    name: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Name of the participant, for templates that show it."
+    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = optional(
+        "Calls that the assistant made in this turn."
     )
-    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
-        default=None, description="Calls that the assistant made in this turn."
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = optional(
+        "In a message of role `tool`: id of the call whose result this is."
     )
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="In a message of role `tool`: id of the call whose result this is."
-    )
-    reasoning_content: str | None = Field(default=None, description="Thinking of the assistant in this turn.")
-    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
-    type: Literal["text", "message"] | None = Field(default=None, description="No effect.")
-    refusal: Annotated[str | None, only_empty("refusal is")] = Field(
-        default=None, description="Copied from earlier answers."
-    )
-    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = Field(
-        default=None, description="Copied from earlier answers."
-    )
-    audio: Annotated[Any, only_empty("audio is")] = Field(default=None, description="Copied from earlier answers.")
-    images: Annotated[Any, only_empty("images are")] = Field(default=None, description="Copied from earlier answers.")
-    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = Field(
-        default=None, description="Copied from earlier answers."
-    )
-    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = Field(
-        default=None, description="Copied from earlier answers."
-    )
-    function_call: MadeFunctionCall | None = Field(
-        default=None, description="The call, in the older form that `functions` requests."
-    )
+    reasoning_content: str | None = optional("Thinking of the assistant in this turn.")
+    reasoning: str | None = optional("Other name of `reasoning_content`.")
+    type: Literal["text", "message"] | None = optional("No effect.")
+    refusal: Annotated[str | None, only_empty("refusal is")] = optional("Copied from earlier answers.")
+    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = optional("Copied from earlier answers.")
+    audio: Annotated[Any, only_empty("audio is")] = optional("Copied from earlier answers.")
+    images: Annotated[Any, only_empty("images are")] = optional("Copied from earlier answers.")
+    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = optional("Copied from earlier answers.")
+    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = optional("Copied from earlier answers.")
+    function_call: MadeFunctionCall | None = optional("The call, in the older form that `functions` requests.")
 
 
 def _modalities(value: Any) -> Any:
@@ -185,42 +173,31 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="Turns of the conversation, oldest first."
     )
-    logprobs: bool | None = Field(
-        default=None, description="Whether log-probabilities of the generated tokens are returned. Default: false."
-    )
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Alternatives per token whose log-probabilities are returned. Default: 0."
+    logprobs: bool | None = optional("Whether log-probabilities of the generated tokens are returned. Default: false.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = optional(
+        "Alternatives per token whose log-probabilities are returned. Default: 0."
     )
     chat_template_kwargs: TemplateVariables = None
-    reasoning_effort: Effort | None = Field(
-        default=None,
-        description="Amount of thinking, if the chat template supports the choice. Default: the template's.",
+    reasoning_effort: Effort | None = optional(
+        "Amount of thinking, if the chat template supports the choice. Default: the template's."
     )
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Maximum number of thinking tokens. Default: unlimited."
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = optional(
+        "Maximum number of thinking tokens. Default: unlimited."
     )
-    add_generation_prompt: bool | None = Field(
-        default=None, description="Whether the template opens the assistant's turn. Default: true."
+    add_generation_prompt: bool | None = optional("Whether the template opens the assistant's turn. Default: true.")
+    continue_final_message: bool | None = optional(
+        "Whether the answer continues the last message, which must be the assistant's. Excludes "
+        "`add_generation_prompt`. Default: false."
     )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="Whether the answer continues the last message, which must be the assistant's. Excludes "
-        "`add_generation_prompt`. Default: false.",
+    tools: Tools | None = optional("Functions that the model may call. Default: none.")
+    tool_choice: ToolChoice = optional(
+        "Whether the model may or must call functions. Default: `auto` if there are tools, else `none`."
     )
-    tools: Tools | None = Field(default=None, description="Functions that the model may call. Default: none.")
-    tool_choice: ToolChoice = Field(
-        default=None,
-        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether the model may make several calls in one turn. Default: true."
-    )
-    functions: Functions | None = Field(default=None, description="Older form of `tools`.")
-    function_call: FunctionChoice = Field(default=None, description="Older form of `tool_choice`.")
-    modalities: Annotated[Any, AfterValidator(_modalities)] = Field(
-        default=None,
-        description="No effect: answers are text.",
-        json_schema_extra={"enum": [None, [], ["text"]]},
+    parallel_tool_calls: bool | None = optional("Whether the model may make several calls in one turn. Default: true.")
+    functions: Functions | None = optional("Older form of `tools`.")
+    function_call: FunctionChoice = optional("Older form of `tool_choice`.")
+    modalities: Annotated[Any, AfterValidator(_modalities)] = optional(
+        "No effect: answers are text.", json_schema_extra={"enum": [None, [], ["text"]]}
     )
 
 
@@ -253,12 +230,10 @@ class ChatAnswer(StrictModel):
     role: Literal["assistant"] = Field(description="Author of the message.")
     content: str | None = Field(description="The text. Null if there are calls and no text.")
     refusal: str | None = Field(description="Always null.")
-    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
-    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
-    tool_calls: list[AnsweredCall] | None = Field(default=None, description="The calls.")
-    function_call: AnsweredFunction | None = Field(
-        default=None, description="The call, in the older form that `functions` requests."
-    )
+    reasoning_content: str | None = optional("Thinking of the model, separate from the content.")
+    reasoning: str | None = optional("Other name of `reasoning_content`.")
+    tool_calls: list[AnsweredCall] | None = optional("The calls.")
+    function_call: AnsweredFunction | None = optional("The call, in the older form that `functions` requests.")
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -290,18 +265,12 @@ class ChatCompletion(GenerationEnvelope):
 class ChatDelta(StrictModel):
     """Part of the assistant's message that a chunk adds."""
 
-    role: Literal["assistant"] | None = Field(
-        default=None, description="Author of the message. Only in the first chunk of an answer."
-    )
-    content: str | None = Field(
-        default=None, description="The added text. Null in the first chunk of an answer that begins with a call."
-    )
-    reasoning_content: str | None = Field(default=None, description="Thinking of the model, separate from the content.")
-    reasoning: str | None = Field(default=None, description="Other name of `reasoning_content`.")
-    tool_calls: list[CallDelta] | None = Field(default=None, description="The calls.")
-    function_call: FunctionDelta | None = Field(
-        default=None, description="The call, in the older form that `functions` requests."
-    )
+    role: Literal["assistant"] | None = optional("Author of the message. Only in the first chunk of an answer.")
+    content: str | None = optional("The added text. Null in the first chunk of an answer that begins with a call.")
+    reasoning_content: str | None = optional("Thinking of the model, separate from the content.")
+    reasoning: str | None = optional("Other name of `reasoning_content`.")
+    tool_calls: list[CallDelta] | None = optional("The calls.")
+    function_call: FunctionDelta | None = optional("The call, in the older form that `functions` requests.")
 
 
 class ChatChunkChoice(StrictModel):
@@ -320,9 +289,7 @@ class ChatChunk(GenerationEnvelope):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice] = Field(description="Pieces of answers.")
-    usage: Usage | None = Field(
-        default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
-    )
+    usage: Usage | None = optional("Numbers of tokens, if `stream_options` requests them. Null in chunks without.")
     prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
     prompt_progress: PromptProgressField = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
-from windlass.server.schemas.base import INT32_MAX, StopField, StrictModel, TextsOrTokens
+from windlass.server.schemas.base import INT32_MAX, StopField, StrictModel, TextsOrTokens, optional
 from windlass.server.schemas.generation import GenerationRequest, SharedRequest, only_empty
 from windlass.server.schemas.response_parts import (
     ErrorAnswer,
@@ -57,15 +57,13 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: TextsOrTokens = Field(description="Texts or token ids; at most 1,024 prompts.")
-    echo: bool | None = Field(
-        default=None,
-        description="Whether answers begin with the prompt, with its log-probabilities if `logprobs` is set. Default: false.",
+    echo: bool | None = optional(
+        "Whether answers begin with the prompt, with its log-probabilities if `logprobs` is set. Default: false."
     )
     logprobs: CompletionLogprobsField = None
-    suffix: str | None = Field(
-        default=None,
-        description="Text after the gap that the answer fills. Requires a model with fill-in-the-middle tokens. "
-        "Excludes `truncate_prompt_tokens`. Default: none.",
+    suffix: str | None = optional(
+        "Text after the gap that the answer fills. Requires a model with fill-in-the-middle tokens. "
+        "Excludes `truncate_prompt_tokens`. Default: none."
     )
 
 
@@ -103,7 +101,7 @@ class Completion(GenerationEnvelope):
     object: Literal["text_completion"]
     choices: list[CompletionChoice] = Field(description="The answers, prompt by prompt.")
     usage: Usage = Field(description="Numbers of tokens.")
-    rotary: RotaryField = Field(default=None, description="Rotary scaling of the first answer.")
+    rotary: RotaryField = optional("Rotary scaling of the first answer.")
 
 
 class CompletionChunkChoice(StrictModel):
@@ -124,9 +122,7 @@ class CompletionChunk(GenerationEnvelope):
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice] = Field(description="Pieces of answers.")
-    usage: Usage | None = Field(
-        default=None, description="Numbers of tokens, if `stream_options` requests them. Null in chunks without."
-    )
+    usage: Usage | None = optional("Numbers of tokens, if `stream_options` requests them. Null in chunks without.")
     prompt_progress: PromptProgressField = None
     rotary: RotaryField = None
 
@@ -138,11 +134,9 @@ class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
 class FilePassage(StrictModel):
     """A passage of another file."""
 
-    filename: Annotated[str, Field(max_length=4096)] | None = Field(
-        default=None, description="Name of the file. Default: none."
-    )
+    filename: Annotated[str, Field(max_length=4096)] | None = optional("Name of the file. Default: none.")
     text: str = Field(description="Text of the passage.")
-    time: Any = Field(default=None, description="No effect.")
+    time: Any = optional("No effect.")
 
 
 class InfillRequest(SharedRequest):
@@ -159,47 +153,34 @@ class InfillRequest(SharedRequest):
 
     input_prefix: str = Field(description="Text before the gap.")
     input_suffix: str = Field(description="Text after the gap.")
-    input_extra: Annotated[list[FilePassage], Field(max_length=MAX_PASSAGES, fail_fast=True)] | None = Field(
-        default=None,
-        description="Passages of other files, the most important last; the first are dropped if not all fit. Default: none.",
+    input_extra: Annotated[list[FilePassage], Field(max_length=MAX_PASSAGES, fail_fast=True)] | None = optional(
+        "Passages of other files, the most important last; the first are dropped if not all fit. Default: none."
     )
-    prompt: str | None = Field(
-        default=None,
-        description="Text between `input_prefix` and the gap. Default: empty.",
-    )
-    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Maximum number of generated tokens. 0: the prompt is only cached; -1: as many as fit. "
-        "Default: `--default-max-tokens`, else 1,024.",
+    prompt: str | None = optional("Text between `input_prefix` and the gap. Default: empty.")
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = optional(
+        "Maximum number of generated tokens. 0: the prompt is only cached; -1: as many as fit. "
+        "Default: `--default-max-tokens`, else 1,024."
     )
     stop: StopField = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        default=None, description="llama.cpp's name of `repetition_penalty`."
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = optional("llama.cpp's name of `repetition_penalty`.")
+    n_indent: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = optional(
+        "The answer ends before a line that is indented by fewer characters. Default: 0, off."
     )
-    n_indent: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="The answer ends before a line that is indented by fewer characters. Default: 0, off."
-    )
-    t_max_predict_ms: Annotated[float, Field(ge=-1, le=1000000000.0)] | None = Field(
-        default=None,
-        description="Milliseconds after which the answer ends, once it has a complete line. 0 (default) or -1: unlimited.",
+    t_max_predict_ms: Annotated[float, Field(ge=-1, le=1000000000.0)] | None = optional(
+        "Milliseconds after which the answer ends, once it has a complete line. 0 (default) or -1: unlimited."
     )
     samplers: (
         Annotated[list[str], Field(max_length=64, fail_fast=True)] | Annotated[str, Field(max_length=64)] | None
-    ) = Field(
-        default=None,
-        description="Enabled samplers of `dry`, `top_k`, `typical_p`, `top_p`, `min_p`, `xtc`, `temperature` "
+    ) = optional(
+        "Enabled samplers of `dry`, `top_k`, `typical_p`, `top_p`, `min_p`, `xtc`, `temperature` "
         "and `penalties`, by name or by llama.cpp's letters. Their order has no effect. Default: "
-        "all.",
+        "all."
     )
-    response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = Field(
-        default=None, description="Fields of the answer; `timings/prompt_n` names a nested field. Default: all."
+    response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = optional(
+        "Fields of the answer; `timings/prompt_n` names a nested field. Default: all."
     )
-    return_tokens: bool | None = Field(
-        default=None, description="Whether `tokens` has the ids of the generated tokens. Default: false."
-    )
-    lora: Annotated[list[Any] | None, only_empty("lora")] = Field(
-        default=None, description="Not supported: `model` selects an adapter."
-    )
+    return_tokens: bool | None = optional("Whether `tokens` has the ids of the generated tokens. Default: false.")
+    lora: Annotated[list[Any] | None, only_empty("lora")] = optional("Not supported: `model` selects an adapter.")
 
 
 class InfillTimings(StrictModel):
@@ -226,25 +207,22 @@ class Infill(StrictModel):
     __pydantic_extra__: dict[str, int | float] = Field(init=False)
 
     index: Annotated[Literal[0] | None, Field(description="Always 0.")] = None
-    content: str | None = Field(default=None, description="The generated text.")
-    tokens: list[int] | None = Field(default=None, description="Ids of the generated tokens, if requested, else empty.")
+    content: str | None = optional("The generated text.")
+    tokens: list[int] | None = optional("Ids of the generated tokens, if requested, else empty.")
     id_slot: Annotated[Literal[0] | None, Field(description="Always 0.")] = None
-    stop: bool | None = Field(default=None, description="Whether the answer has ended.")
-    model: str | None = Field(default=None, description="Name of the model.")
-    tokens_predicted: int | None = Field(default=None, description="Number of generated tokens.")
-    tokens_evaluated: int | None = Field(default=None, description="Number of prompt tokens.")
-    tokens_cached: int | None = Field(default=None, description="Number of prompt tokens found in the cache.")
-    has_new_line: bool | None = Field(default=None, description="Whether the text contains a line break.")
-    truncated: bool | None = Field(
-        default=None, description="Whether parts of the request did not fit into the context."
+    stop: bool | None = optional("Whether the answer has ended.")
+    model: str | None = optional("Name of the model.")
+    tokens_predicted: int | None = optional("Number of generated tokens.")
+    tokens_evaluated: int | None = optional("Number of prompt tokens.")
+    tokens_cached: int | None = optional("Number of prompt tokens found in the cache.")
+    has_new_line: bool | None = optional("Whether the text contains a line break.")
+    truncated: bool | None = optional("Whether parts of the request did not fit into the context.")
+    stop_type: Literal["eos", "word", "limit"] | None = optional(
+        "What ended the answer: the model (`eos`), a stop string (`word`), or a limit of tokens, "
+        "time or indentation (`limit`)."
     )
-    stop_type: Literal["eos", "word", "limit"] | None = Field(
-        default=None,
-        description="What ended the answer: the model (`eos`), a stop string (`word`), or a limit of tokens, "
-        "time or indentation (`limit`).",
-    )
-    stopping_word: str | None = Field(default=None, description="Stop string that ended the answer, else empty.")
-    timings: InfillTimings | None = Field(default=None, description="Durations.")
+    stopping_word: str | None = optional("Stop string that ended the answer, else empty.")
+    timings: InfillTimings | None = optional("Durations.")
     rotary: RotaryField = None
 
 

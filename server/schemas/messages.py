@@ -22,6 +22,7 @@ from windlass.server.schemas.base import (
     TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
+    optional,
     text_or_parts,
     without_nulls,
 )
@@ -43,7 +44,6 @@ MAX_BLOCKS = 4096
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 _IGNORED_IN_BLOCKS = frozenset({"cache_control"})
-
 _KEEPS_ALL = ("all", {"type": "all"})
 
 # These details make the anthropic package's tool runner send the entire conversation each time.
@@ -74,7 +74,7 @@ class RedactedThinkingBlock(StrictModel):
     ignored: ClassVar[frozenset[str]] = _IGNORED_IN_BLOCKS
 
     type: Literal["redacted_thinking"]
-    data: str | None = Field(default=None, description="No effect.")
+    data: str | None = optional("No effect.")
 
 
 class ToolUseBlock(StrictModel):
@@ -122,10 +122,8 @@ class ToolResultBlock(StrictModel):
     tool_use_id: CallId = Field(description="Id of the call whose result this is.")
     content: (
         Annotated[list[_ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), text_or_parts("text")] | None
-    ) = Field(default=None, description="A text or blocks. The model sees a note in place of images.")
-    is_error: bool | None = Field(
-        default=None, description="Whether the call failed, which the model sees. Default: false."
-    )
+    ) = optional("A text or blocks. The model sees a note in place of images.")
+    is_error: bool | None = optional("Whether the call failed, which the model sees. Default: false.")
 
 
 class _OtherBlock(UnsupportedKind):
@@ -178,18 +176,16 @@ class CustomTool(StrictModel):
         "parameters": "it is input_schema here",
     }
 
-    type: Literal["custom"] | None = Field(default=None, description="Kind of the tool.")
+    type: Literal["custom"] | None = optional("Kind of the tool.")
     name: FunctionName = Field(description="Name of the function.")
-    description: str | None = Field(default=None, description="What the function does, for the model.")
+    description: str | None = optional("What the function does, for the model.")
     input_schema: Annotated[FreeForm, AfterValidator(check_parameters)] = Field(
         description="JSON schema of the arguments."
     )
-    strict: bool | None = Field(
-        default=None,
-        description="Whether a schema that cannot be enforced completely is refused, if calls must follow it. "
-        "Default: false.",
+    strict: bool | None = optional(
+        "Whether a schema that cannot be enforced completely is refused, if calls must follow it. Default: false."
     )
-    defer_loading: bool | None = Field(default=None, description="No effect.")
+    defer_loading: bool | None = optional("No effect.")
 
 
 class _OtherMessageTool(UnsupportedKind):
@@ -224,10 +220,8 @@ class MessageToolChoice(StrictModel):
         description="The model may call (`auto`), must call a function (`any`) or the named one (`tool`), or "
         "makes no calls (`none`)."
     )
-    name: str | None = Field(default=None, description="With `tool`: name of the function.")
-    disable_parallel_tool_use: bool | None = Field(
-        default=None, description="Whether the model may make only one call. Default: false."
-    )
+    name: str | None = optional("With `tool`: name of the function.")
+    disable_parallel_tool_use: bool | None = optional("Whether the model may make only one call. Default: false.")
 
 
 class Thinking(StrictModel):
@@ -238,8 +232,8 @@ class Thinking(StrictModel):
     type: Literal["enabled", "adaptive", "disabled"] = Field(
         description="`enabled`: with a token budget; `adaptive`: without one; `disabled`: no thinking."
     )
-    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="With `enabled`: number of tokens after which the thinking is ended."
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "With `enabled`: number of tokens after which the thinking is ended."
     )
 
 
@@ -276,35 +270,32 @@ def _fallbacks(value: Any) -> Any:
 class OutputConfig(StrictModel):
     """Form of the answer and amount of thinking of the model."""
 
-    effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
-    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = Field(
-        default=None, description='Form of the answer: `{"type": "json_schema", "schema": …}`. Default: any text.'
+    effort: Effort | None = optional("Amount of thinking. Default: the chat template's.")
+    format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = optional(
+        'Form of the answer: `{"type": "json_schema", "schema": …}`. Default: any text.'
     )
 
 
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
 MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_tools)]
 
 
 class _MessageInput(RequestModel):
     """Fields of an input except `messages`."""
 
-    system: Texts | None = Field(default=None, description="System prompt: a text or text blocks. Default: none.")
-    tools: MessageTools | None = Field(default=None, description="Functions that the model may call. Default: none.")
-    tool_choice: MessageToolChoice | None = Field(
-        default=None,
-        description="Whether the model may or must call functions. Default: `auto` if there are tools, else `none`.",
+    system: Texts | None = optional("System prompt: a text or text blocks. Default: none.")
+    tools: MessageTools | None = optional("Functions that the model may call. Default: none.")
+    tool_choice: MessageToolChoice | None = optional(
+        "Whether the model may or must call functions. Default: `auto` if there are tools, else `none`."
     )
-    thinking: Thinking | None = Field(
-        default=None, description="Whether the model thinks, and its token budget. Default: the chat template's."
+    thinking: Thinking | None = optional(
+        "Whether the model thinks, and its token budget. Default: the chat template's."
     )
-    output_config: OutputConfig | None = Field(default=None, description="Form of the answer and amount of thinking.")
+    output_config: OutputConfig | None = optional("Form of the answer and amount of thinking.")
     chat_template_kwargs: TemplateVariables = None
-    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = Field(default=None, description="Not supported.")
-    context_management: Annotated[Any, AfterValidator(_context_management)] = Field(
-        default=None,
-        description="Only edits that clear no thinking (`keep` is `all`), without effect.",
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = optional("Not supported.")
+    context_management: Annotated[Any, AfterValidator(_context_management)] = optional(
+        "Only edits that clear no thinking (`keep` is `all`), without effect."
     )
 
 
@@ -333,19 +324,14 @@ class MessageRequest(_MessageInput, SharedRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] = Field(description="Maximum number of generated tokens.")
     messages: Messages = Field(description="Turns of the conversation, oldest first.")
-    stop_sequences: StopStrings | None = Field(default=None, description="Strings that end the answer. Default: none.")
-    container: Annotated[Any, only_empty("containers are")] = Field(default=None, description="Not supported.")
-    compaction: Annotated[Any, only_empty("compaction is")] = Field(default=None, description="Not supported.")
+    stop_sequences: StopStrings | None = optional("Strings that end the answer. Default: none.")
+    container: Annotated[Any, only_empty("containers are")] = optional("Not supported.")
+    compaction: Annotated[Any, only_empty("compaction is")] = optional("Not supported.")
     # `default` means those of the model, which has none.
-    fallbacks: Annotated[Any, AfterValidator(_fallbacks)] = Field(
-        json_schema_extra={"enum": [None, [], "default"]},
-        default=None,
-        description="No fallback models: `default` has no effect.",
+    fallbacks: Annotated[Any, AfterValidator(_fallbacks)] = optional(
+        "No fallback models: `default` has no effect.", json_schema_extra={"enum": [None, [], "default"]}
     )
-    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = Field(
-        default=None,
-        description="Not supported.",
-    )
+    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = optional("Not supported.")
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -366,8 +352,8 @@ class MessageUsage(StrictModel):
     cache_creation_input_tokens: int = Field(description="Always 0: caching has no price.")
     cache_read_input_tokens: int = Field(description="Number of input tokens that were found in the prefix cache.")
     output_tokens: int = Field(description="Number of generated tokens.")
-    output_tokens_details: MessageTokensDetails | None = Field(
-        default=None, description="Details of the generated tokens. Absent if the model's thinking is not recognized."
+    output_tokens_details: MessageTokensDetails | None = optional(
+        "Details of the generated tokens. Absent if the model's thinking is not recognized."
     )
 
 
@@ -438,9 +424,7 @@ class MessageErrorDetail(StrictModel):
     message: str = Field(description="What is wrong and what to do.")
     param: str | None = Field(description="Path of the field at fault, else null.")
     code: str = Field(description="Kind of the error, for programs.")
-    details: dict[str, Any] | None = Field(
-        default=None, description="Details for Anthropic's clients. Only in few errors."
-    )
+    details: dict[str, Any] | None = optional("Details for Anthropic's clients. Only in few errors.")
 
 
 class MessageError(StrictModel):

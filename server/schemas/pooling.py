@@ -7,16 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictModel, TextsOrTokens
+from windlass.server.schemas.base import INT32_MAX, EngineRequestFields, StrictModel, TextsOrTokens, optional
 from windlass.server.schemas.response_parts import Envelope
 
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_INSTRUCTION = 16_384  # characters, as the prompt of every pair contains it
 
-Input = Annotated[
-    TextsOrTokens,
-    Field(description="Texts or token ids; at most 2,048."),
-]
+Input = Annotated[TextsOrTokens, Field(description="Texts or token ids; at most 2,048.")]
 
 PoolingField = Annotated[
     Literal["last", "mean", "first"] | None,
@@ -56,12 +53,11 @@ class PromptRequest(EngineRequestFields):
         "stream": "this endpoint does not stream: remove it",
     }
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="A longer text is truncated to this many tokens. -1: to the context. Default: no truncation.",
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = optional(
+        "A longer text is truncated to this many tokens. -1: to the context. Default: no truncation."
     )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="End at which a longer text is truncated. Default: `right`."
+    truncation_side: Literal["left", "right"] | None = optional(
+        "End at which a longer text is truncated. Default: `right`."
     )
 
 
@@ -70,15 +66,12 @@ class EmbeddingRequest(PromptRequest):
 
     input: Input
     encoding_format: EncodingField = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Number of leading values of each vector to return, normalized again if vectors are "
-        "normalized. Default: all.",
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Number of leading values of each vector to return, normalized again if vectors are normalized. Default: all."
     )
     pooling: PoolingField = None
-    normalize: bool | None = Field(
-        default=None,
-        description="Whether vectors are normalized to length 1. Default: that of the model's files, else true.",
+    normalize: bool | None = optional(
+        "Whether vectors are normalized to length 1. Default: that of the model's files, else true."
     )
 
 
@@ -118,24 +111,22 @@ class PoolingRequest(PromptRequest):
     """Texts whose hidden states or classes are computed, in the form of vLLM."""
 
     input: Input
-    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
-        default=None,
-        description="A row per text (`embed`) or token (`token_embed`), or class probabilities (`classify`, "
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = optional(
+        "A row per text (`embed`) or token (`token_embed`), or class probabilities (`classify`, "
         "`token_classify`). Default: `token_classify` for a model that "
-        "classifies tokens, else the task that `pooling` implies.",
+        "classifies tokens, else the task that `pooling` implies."
     )
     encoding_format: EncodingField = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="Number of leading values of each row to return. Default: all."
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Number of leading values of each row to return. Default: all."
     )
-    pooling: Literal["last", "mean", "first", "all"] | None = Field(
-        default=None,
-        description="`last`, `mean` or `first` as for embeddings, or `all`: a row per token. Default: that of "
-        "the model's files, else `last`.",
+    pooling: Literal["last", "mean", "first", "all"] | None = optional(
+        "`last`, `mean` or `first` as for embeddings, or `all`: a row per token. Default: that of "
+        "the model's files, else `last`."
     )
-    normalize: bool | None = Field(default=None, description="Whether rows are normalized to length 1. Default: false.")
-    use_activation: bool | None = Field(
-        default=None, description="For classes: whether the result is probabilities instead of logits. Default: true."
+    normalize: bool | None = optional("Whether rows are normalized to length 1. Default: false.")
+    use_activation: bool | None = optional(
+        "For classes: whether the result is probabilities instead of logits. Default: true."
     )
 
 
@@ -237,14 +228,14 @@ class RerankRequest(PromptRequest):
         AfterValidator(_check_documents_shape),
         Field(json_schema_extra={"type": "array", "items": _DOCUMENT, "minItems": 1}),
     ] = Field(description="Texts, or objects with a `text`; at most 2,048.")
-    top_n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="Number of best documents to return. Default: all."
+    top_n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Number of best documents to return. Default: all."
     )
     return_documents: Annotated[
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None, description="Length to which documents are truncated. Default: no truncation."
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Length to which documents are truncated. Default: no truncation."
     )
     pooling: PoolingField = None
     instruction: _InstructionField = None
@@ -261,9 +252,7 @@ class RankedDocument(StrictModel):
 
     index: int = Field(description="Index of the document in `documents`, from 0.")
     relevance_score: float = Field(description="Score of query and document, as from `/v1/score`.")
-    document: RankedText | None = Field(
-        default=None, description="The document. Absent if `return_documents` is false."
-    )
+    document: RankedText | None = optional("The document. Absent if `return_documents` is false.")
 
 
 class Reranking(Envelope):
@@ -278,9 +267,7 @@ class ClassifyRequest(PromptRequest):
     """Texts to classify. vLLM's fields and additional ones."""
 
     input: Input
-    use_activation: bool | None = Field(
-        default=None, description="Whether `probs` are probabilities instead of logits. Default: true."
-    )
+    use_activation: bool | None = optional("Whether `probs` are probabilities instead of logits. Default: true.")
 
 
 class ClassifiedText(StrictModel):

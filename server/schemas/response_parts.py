@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from windlass.engine.rotary.rotary_policy import RopeUpdate
-from windlass.server.schemas.base import StrictModel
+from windlass.server.schemas.base import StrictModel, optional
 
 
 class Envelope(StrictModel):
@@ -66,8 +66,8 @@ class Usage(StrictModel):
     completion_tokens: int = Field(description="Number of generated tokens, including the end-of-sequence token.")
     total_tokens: int = Field(description="Sum of input and output tokens.")
     prompt_tokens_details: PromptTokensDetails = Field(description="Details of the prompt tokens.")
-    completion_tokens_details: CompletionTokensDetails | None = Field(
-        default=None, description="Details of the generated tokens. Absent if the model's thinking is not recognized."
+    completion_tokens_details: CompletionTokensDetails | None = optional(
+        "Details of the generated tokens. Absent if the model's thinking is not recognized."
     )
 
 
@@ -85,7 +85,6 @@ PromptLogprobs = Annotated[
 ]
 
 PromptTokenIds = Annotated[list[int] | None, Field(description="Ids of the prompt's tokens, if requested.")]
-
 TokenIds = Annotated[list[int] | None, Field(description="Ids of the generated tokens, if requested.")]
 
 StopReasonField = Annotated[
@@ -93,7 +92,6 @@ StopReasonField = Annotated[
 ]
 
 FinishReason = Literal["stop", "length"]
-
 ScalingValue = float | int | bool | str | list[float]
 
 EffectiveLength = Annotated[
@@ -107,27 +105,21 @@ EffectiveLength = Annotated[
 class ContextUse(StrictModel):
     """Effects of the context rules on an answer. Fields that do not apply are absent."""
 
-    window: int | None = Field(
-        default=None, description="With `shift`: maximum number of tokens that the sequence holds at once."
+    window: int | None = optional("With `shift`: maximum number of tokens that the sequence holds at once.")
+    kept_tokens: int | None = optional(
+        "With `shift`: number of leading tokens that are never dropped, in entire blocks."
     )
-    kept_tokens: int | None = Field(
-        default=None, description="With `shift`: number of leading tokens that are never dropped, in entire blocks."
+    dropped_tokens: int | None = optional("With `shift`: number of tokens dropped so far.")
+    shifts: int | None = optional("With `shift`: number of times that tokens were dropped.")
+    attention_window: int | None = optional(
+        "Number of most recent tokens that each token attended to, itself included."
     )
-    dropped_tokens: int | None = Field(default=None, description="With `shift`: number of tokens dropped so far.")
-    shifts: int | None = Field(default=None, description="With `shift`: number of times that tokens were dropped.")
-    attention_window: int | None = Field(
-        default=None, description="Number of most recent tokens that each token attended to, itself included."
+    attention_sinks: int | None = optional("Number of leading tokens that each token also attended to.")
+    dropped_turns: int | None = optional("With `drop_turns`: number of oldest turns that were dropped.")
+    reused_tokens: int | None = optional(
+        "Number of prompt tokens reused from other positions, after the cached prefix."
     )
-    attention_sinks: int | None = Field(
-        default=None, description="Number of leading tokens that each token also attended to."
-    )
-    dropped_turns: int | None = Field(
-        default=None, description="With `drop_turns`: number of oldest turns that were dropped."
-    )
-    reused_tokens: int | None = Field(
-        default=None, description="Number of prompt tokens reused from other positions, after the cached prefix."
-    )
-    reused_passages: int | None = Field(default=None, description="Number of passages reused from other positions.")
+    reused_passages: int | None = optional("Number of passages reused from other positions.")
 
 
 class RotaryOfGroup(StrictModel):
@@ -149,7 +141,7 @@ class RotaryChosen(StrictModel):
     up_to: int | None = Field(
         description="Largest number of tokens for which the choice is the same. Null: any longer text."
     )
-    profile: str | None = Field(default=None, description="Profile of the step, if the operator's thresholds name one.")
+    profile: str | None = optional("Profile of the step, if the operator's thresholds name one.")
 
 
 class Rotary(StrictModel):
@@ -161,14 +153,11 @@ class Rotary(StrictModel):
     effective_length: EffectiveLength
     fingerprint: str = Field(description="Digest of frequencies and factors. Equal fingerprints mean equal rotations.")
     moves: int = Field(description="Number of times that cached keys were rotated to other frequencies.")
-    groups: dict[str, RotaryOfGroup] | None = Field(
-        default=None, description="Values per group of layers. Absent if all layers rotate alike."
+    groups: dict[str, RotaryOfGroup] | None = optional("Values per group of layers. Absent if all layers rotate alike.")
+    context: ContextUse | None = optional(
+        "What was dropped from the context or reused from other positions. Absent if neither can happen."
     )
-    context: ContextUse | None = Field(
-        default=None,
-        description="What was dropped from the context or reused from other positions. Absent if neither can happen.",
-    )
-    auto: RotaryChosen | None = Field(default=None, description="With `auto`: how the scaling was chosen.")
+    auto: RotaryChosen | None = optional("With `auto`: how the scaling was chosen.")
 
 
 RotaryField = Annotated[Rotary | None, Field(description="Rotary scaling under which the answer was generated.")]

@@ -21,6 +21,7 @@ from windlass.server.schemas.base import (
     TemplateVariables,
     UnsupportedKind,
     discriminate_by_type,
+    optional,
     text_or_parts,
     without_nulls,
 )
@@ -46,7 +47,6 @@ MAX_ITEMS = 16384
 MAX_PARTS = 4096
 
 Id = Annotated[str, Field(max_length=256)]
-
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 INCOMPLETE = "incomplete"
@@ -122,7 +122,7 @@ class MessageItem(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"phase"}
 
     type: Literal["message"] = "message"
-    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    id: Id | None = optional("Id of the item. Default: a new one.")
     role: Literal["user", "assistant", "system", "developer"] = Field(description="Author of the message.")
     content: Parts = Field(description="A text or text parts.")
 
@@ -153,11 +153,8 @@ class CallItem(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"parsed_arguments", "async"}
 
     type: Literal["function_call"] = "function_call"
-    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
-    status: Any = Field(
-        default=None,
-        description="An `incomplete` call has no effect unless the input has its result.",
-    )
+    id: Id | None = optional("Id of the item. Default: a new one.")
+    status: Any = optional("An `incomplete` call has no effect unless the input has its result.")
     call_id: CallId = Field(description="Id of the call.")
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the function.")
     arguments: Annotated[str, AfterValidator(_arguments_text)] = Field(
@@ -177,11 +174,8 @@ class CustomCallItem(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS - {"status"} | {"async"}
 
     type: Literal["custom_tool_call"] = "custom_tool_call"
-    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
-    status: Any = Field(
-        default=None,
-        description="An `incomplete` call has no effect unless the input has its result.",
-    )
+    id: Id | None = optional("Id of the item. Default: a new one.")
+    status: Any = optional("An `incomplete` call has no effect unless the input has its result.")
     call_id: CallId = Field(description="Id of the call.")
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Name of the tool.")
     input: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = Field(description="Input of the tool.")
@@ -204,7 +198,7 @@ class CallOutputItem(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"name", "namespace"}
 
     type: Literal["function_call_output"] = "function_call_output"
-    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    id: Id | None = optional("Id of the item. Default: a new one.")
     call_id: CallId = Field(description="Id of the call.")
     output: ResultParts = Field(description="A text or parts. The model sees a note in place of images and files.")
 
@@ -221,9 +215,9 @@ class ReasoningItem(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS | {"encrypted_content"}
 
     type: Literal["reasoning"] = "reasoning"
-    id: Id | None = Field(default=None, description="Id of the item. Default: a new one.")
+    id: Id | None = optional("Id of the item. Default: a new one.")
     summary: Parts = Field(default_factory=list, description="Text, used if `content` is absent.")
-    content: Parts | None = Field(default=None, description="Text of the thinking.")
+    content: Parts | None = optional("Text of the thinking.")
 
 
 class ItemReference(StrictModel):
@@ -308,10 +302,8 @@ class CustomInputFormat(StrictModel):
     """Form of the input of a `custom` tool. The model sees it, and nothing enforces it."""
 
     type: Literal["text", "grammar"] = Field(description="`text`: any text; `grammar`: as `definition` describes.")
-    syntax: Literal["lark", "regex"] | None = Field(default=None, description="Syntax of the grammar.")
-    definition: Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)] | None = Field(
-        default=None, description="The grammar."
-    )
+    syntax: Literal["lark", "regex"] | None = optional("Syntax of the grammar.")
+    definition: Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)] | None = optional("The grammar.")
 
 
 class FreeformTool(StrictModel):
@@ -323,8 +315,8 @@ class FreeformTool(StrictModel):
 
     type: Literal["custom"]
     name: FunctionName = Field(description="Name of the tool.")
-    description: str | None = Field(default=None, description="What the tool does, for the model.")
-    format: CustomInputFormat | None = Field(default=None, description="Form of the input. Default: any text.")
+    description: str | None = optional("What the tool does, for the model.")
+    format: CustomInputFormat | None = optional("Form of the input. Default: any text.")
     defer_loading: DeferLoading = None
 
     def in_chat(self, namespace: str | None) -> OfferedTool:
@@ -362,7 +354,7 @@ class ToolNamespace(StrictModel):
 
     type: Literal["namespace"]
     name: FunctionName = Field(description="Name of the namespace.")
-    description: str | None = Field(default=None, description="No effect.")
+    description: str | None = optional("No effect.")
     tools: Annotated[list[_NamespacedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools."
     )
@@ -425,8 +417,8 @@ class AdditionalTools(StrictModel):
     ignored: ClassVar[frozenset[str]] = _OUTPUT_ONLY_FIELDS
 
     type: Literal["additional_tools"]
-    id: Id | None = Field(default=None, description="No effect.")
-    role: Literal["developer", "system"] | None = Field(default=None, description="No effect.")
+    id: Id | None = optional("No effect.")
+    role: Literal["developer", "system"] | None = optional("No effect.")
     tools: _Tools = Field(description="The tools.")
 
 
@@ -501,7 +493,7 @@ class ReasoningChoice(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
-    effort: Effort | None = Field(default=None, description="Amount of thinking. Default: the chat template's.")
+    effort: Effort | None = optional("Amount of thinking. Default: the chat template's.")
 
 
 class TextConfig(StrictModel):
@@ -509,16 +501,15 @@ class TextConfig(StrictModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
-    format: dict[str, Any] | None = Field(
-        default=None,
-        description="`{type: text}`, `{type: json_object}` or `{type: json_schema, name, schema}`. Default: any text.",
+    format: dict[str, Any] | None = optional(
+        "`{type: text}`, `{type: json_object}` or `{type: json_schema, name, schema}`. Default: any text."
     )
 
 
 class ResponseStreamOptions(StrictModel):
     """Stream options, without effect."""
 
-    include_obfuscation: bool | None = Field(default=None, description="No effect.")
+    include_obfuscation: bool | None = optional("No effect.")
 
 
 class ResponseRequest(SharedRequest):
@@ -539,35 +530,23 @@ class ResponseRequest(SharedRequest):
     input: Annotated[
         list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), AcceptsString(_items_from_string)
     ] = Field(description="A text or items.")
-    instructions: str | None = Field(
-        default=None,
-        description="System prompt of this response, not of those that continue it. Default: none.",
+    instructions: str | None = optional("System prompt of this response, not of those that continue it. Default: none.")
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = optional(
+        "Id of the stored response whose conversation is continued. Default: none."
     )
-    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Id of the stored response whose conversation is continued. Default: none."
-    )
-    store: bool | None = Field(
-        default=None, description="Whether the response is stored for later requests. Default: true."
-    )
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        default=None,
-        description="Maximum number of generated tokens. Default: `--default-max-tokens`, else what the context leaves.",
+    store: bool | None = optional("Whether the response is stored for later requests. Default: true.")
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = optional(
+        "Maximum number of generated tokens. Default: `--default-max-tokens`, else what the context leaves."
     )
     stop: StopField = None
-    tools: _Tools | None = Field(
-        default=None,
-        description="Tools that the model may call. Hosted tools are ignored. Default: none.",
+    tools: _Tools | None = optional("Tools that the model may call. Hosted tools are ignored. Default: none.")
+    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = optional(
+        "`none`, `auto`, `required`, `{type: function, name}`, `{type: custom, name}` or `{type: allowed_tools, "
+        "mode, tools}`. Default: `auto`."
     )
-    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = Field(
-        default=None,
-        description="`none`, `auto`, `required`, `{type: function, name}`, `{type: custom, name}` or `{type: allowed_tools, "
-        "mode, tools}`. Default: `auto`.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether the model may make several calls in one turn. Default: true."
-    )
-    text: TextConfig | None = Field(default=None, description="Form of the answer.")
-    reasoning: ReasoningChoice | None = Field(default=None, description="Amount of thinking.")
+    parallel_tool_calls: bool | None = optional("Whether the model may make several calls in one turn. Default: true.")
+    text: TextConfig | None = optional("Form of the answer.")
+    reasoning: ReasoningChoice | None = optional("Amount of thinking.")
     include: (
         Annotated[
             list[
@@ -585,55 +564,36 @@ class ResponseRequest(SharedRequest):
             Field(max_length=16, fail_fast=True),
         ]
         | None
-    ) = Field(
-        default=None,
-        description="`message.output_text.logprobs` requests log-probabilities; the others have no effect.",
+    ) = optional("`message.output_text.logprobs` requests log-probabilities; the others have no effect.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = optional(
+        "Alternatives per token whose log-probabilities are returned. Default: 0."
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Alternatives per token whose log-probabilities are returned. Default: 0."
-    )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None,
-        description="`auto`: the oldest turns are dropped if the input does not fit; `disabled`: such an input "
-        "is refused. Default: the server's `context_overflow`.",
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "`auto`: the oldest turns are dropped if the input does not fit; `disabled`: such an input "
+        "is refused. Default: the server's `context_overflow`."
     )
     metadata: (
         Annotated[
             dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_limit_entries), AfterValidator(_metadata)
         ]
         | None
-    ) = Field(
-        default=None,
-        description="Strings of at most 512 characters by names of at most 64, which the response repeats.",
-    )
-    stream_options: ResponseStreamOptions | None = Field(default=None, description="Additional contents of a stream.")
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        default=None, description="Maximum number of thinking tokens. Default: unlimited."
+    ) = optional("Strings of at most 512 characters by names of at most 64, which the response repeats.")
+    stream_options: ResponseStreamOptions | None = optional("Additional contents of a stream.")
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = optional(
+        "Maximum number of thinking tokens. Default: unlimited."
     )
     chat_template_kwargs: TemplateVariables = None
-    user: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="No effect. Repeated in the response."
-    )
-    safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="No effect. Repeated in the response."
-    )
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="No effect. Repeated in the response."
-    )
+    user: Annotated[str, Field(max_length=256)] | None = optional("No effect. Repeated in the response.")
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = optional("No effect. Repeated in the response.")
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = optional("No effect. Repeated in the response.")
 
     # Unsupported features of OpenAI's service
-    background: Annotated[bool | None, only_empty("background responses are")] = Field(
-        default=None, description="Not supported."
-    )
-    conversation: Annotated[Any, only_empty("conversations are")] = Field(default=None, description="Not supported.")
-    prompt: Annotated[Any, only_empty("stored prompts are")] = Field(default=None, description="Not supported.")
-    context_management: Annotated[Any, only_empty("context_management is")] = Field(
-        default=None, description="Not supported."
-    )
-    moderation: Annotated[Any, only_empty("moderation is")] = Field(default=None, description="Not supported.")
-    access_programs: Annotated[Any, only_empty("access_programs are")] = Field(
-        default=None, description="Not supported."
-    )
+    background: Annotated[bool | None, only_empty("background responses are")] = optional("Not supported.")
+    conversation: Annotated[Any, only_empty("conversations are")] = optional("Not supported.")
+    prompt: Annotated[Any, only_empty("stored prompts are")] = optional("Not supported.")
+    context_management: Annotated[Any, only_empty("context_management is")] = optional("Not supported.")
+    moderation: Annotated[Any, only_empty("moderation is")] = optional("Not supported.")
+    access_programs: Annotated[Any, only_empty("access_programs are")] = optional("Not supported.")
 
 
 class CountInputRequest(ResponseRequest):
@@ -720,7 +680,7 @@ class OutputCall(_OutputItem):
     call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Arguments as JSON text.")
-    namespace: str | None = Field(default=None, description="Namespace of the function, if it has one.")
+    namespace: str | None = optional("Namespace of the function, if it has one.")
 
 
 class OutputCustomCall(_OutputItem):
@@ -730,7 +690,7 @@ class OutputCustomCall(_OutputItem):
     call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the tool.")
     input: str = Field(description="Input of the tool.")
-    namespace: str | None = Field(default=None, description="Namespace of the tool, if it has one.")
+    namespace: str | None = optional("Namespace of the tool, if it has one.")
 
 
 OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall, Field(discriminator="type")]
@@ -771,7 +731,7 @@ class ToolShown(StrictModel):
 
     type: Literal["function"]
     name: str = Field(description="Name of the function.")
-    description: str | None = Field(default=None, description="What the function does, for the model.")
+    description: str | None = optional("What the function does, for the model.")
     parameters: dict[str, Any] | None = Field(description="JSON schema of the function's arguments, else null.")
     strict: bool | None = Field(description="Value of the request, else null.")
 
@@ -781,8 +741,8 @@ class FreeformToolShown(StrictModel):
 
     type: Literal["custom"]
     name: str = Field(description="Name of the tool.")
-    description: str | None = Field(default=None, description="What the tool does, for the model.")
-    format: CustomInputFormat | None = Field(default=None, description="Form of the input.")
+    description: str | None = optional("What the tool does, for the model.")
+    format: CustomInputFormat | None = optional("Form of the input.")
 
 
 class NamespaceShown(StrictModel):
@@ -790,7 +750,7 @@ class NamespaceShown(StrictModel):
 
     type: Literal["namespace"]
     name: str = Field(description="Name of the namespace.")
-    description: str | None = Field(default=None, description="What the tools are for.")
+    description: str | None = optional("What the tools are for.")
     tools: list[Annotated[ToolShown | FreeformToolShown, Field(discriminator="type")]] = Field(description="The tools.")
 
 
@@ -799,7 +759,7 @@ class NamedFunction(StrictModel):
 
     type: Literal["function", "custom"] = Field(description="Kind of the tool.")
     name: str = Field(description="Name of the tool.")
-    namespace: str | None = Field(default=None, description="Namespace of the tool, if it has one.")
+    namespace: str | None = optional("Namespace of the tool, if it has one.")
 
 
 class AllowedFunctions(StrictModel):
@@ -914,7 +874,7 @@ class ListedReasoning(_OutputItem):
     type: Literal["reasoning"]
     status: Literal["completed"] = Field(description="State of the item.")
     summary: list[TextPart | RefusalPart] = Field(description="Text of the thinking.")
-    content: list[TextPart | RefusalPart] | None = Field(default=None, description="The text.")
+    content: list[TextPart | RefusalPart] | None = optional("The text.")
 
 
 ListedItem = Annotated[

@@ -16,6 +16,7 @@ from windlass.server.schemas.base import (
     UnsupportedKind,
     check_free_form,
     discriminate_by_type,
+    optional,
     without_nulls,
 )
 
@@ -107,14 +108,12 @@ class FunctionDefinition(StrictModel):
     """A function that the model may call."""
 
     name: FunctionName = Field(description="Name of the function.")
-    description: str | None = Field(default=None, description="What the function does, for the model.")
-    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = Field(
-        default=None, description="JSON schema of the function's arguments. Default: no arguments."
+    description: str | None = optional("What the function does, for the model.")
+    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = optional(
+        "JSON schema of the function's arguments. Default: no arguments."
     )
-    strict: bool | None = Field(
-        default=None,
-        description="Whether a schema that cannot be enforced completely is refused, if calls must follow it. "
-        "Default: false.",
+    strict: bool | None = optional(
+        "Whether a schema that cannot be enforced completely is refused, if calls must follow it. Default: false."
     )
 
 
@@ -288,7 +287,7 @@ class MadeFunctionCall(StrictModel):
         Any,
         AfterValidator(check_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-    ] = Field(default=None, description="Arguments as JSON text, or as an object. Default: no arguments.")
+    ] = optional("Arguments as JSON text, or as an object. Default: no arguments.")
 
 
 class MadeToolCall(StrictModel):
@@ -299,7 +298,7 @@ class MadeToolCall(StrictModel):
     id: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="Id of the call.")
     type: Literal["function"] = "function"
     function: MadeFunctionCall = Field(description="The function.")
-    index: int | None = Field(default=None, description="No effect.")
+    index: int | None = optional("No effect.")
 
 
 class AnsweredFunction(StrictModel):
@@ -320,7 +319,7 @@ class AnsweredCall(StrictModel):
 class FunctionDelta(StrictModel):
     """A piece of the function of a call: first its name, then pieces of its arguments."""
 
-    name: str | None = Field(default=None, description="Name of the function. Only in the first piece.")
+    name: str | None = optional("Name of the function. Only in the first piece.")
     arguments: str = Field(description="A piece of the arguments' JSON text.")
 
 
@@ -328,6 +327,6 @@ class CallDelta(StrictModel):
     """A piece of a call."""
 
     index: int = Field(description="Index of the call in the message, from 0.")
-    id: str | None = Field(default=None, description="Id of the call. Only in the first piece.")
-    type: Literal["function"] | None = Field(default=None, description="Kind of the call. Only in the first piece.")
+    id: str | None = optional("Id of the call. Only in the first piece.")
+    type: Literal["function"] | None = optional("Kind of the call. Only in the first piece.")
     function: FunctionDelta = Field(description="The function.")

@@ -20,8 +20,7 @@ from windlass.server.errors import to_api_error
 from windlass.server.observability.recording import WorkloadRecorder
 from windlass.server.schemas.base import without_nulls
 from windlass.server.schemas.chat import ChatRequest
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import GenerationJob, PoolingJob, RequestJob
+from windlass.server.serving.job import Delta, GenerationJob, PoolingJob, RequestJob, TokenUsage
 from windlass.server.serving.request_rotation import Rotation
 from windlass.server.serving.streaming import Exchange
 from windlass.server.text.service import Prompt
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
 
 RECORD_VERSION = 1  # of the lines; the first field of a file's first line
 OK = "ok"
+_SAMPLING_FIELDS = (
+    *("max_tokens", "n", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "min_tokens", "ignore_eos"),
+    *("prompt_logprobs",),
+)
 P = ParamSpec("P")
 
 
@@ -272,22 +276,7 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
     """Fields of an equivalent completion request that contain no text of the client."""
     sampling, rule, reuse, rotation, body = job.sampling, job.rule, job.reuse, job.rotation, job.body
     fields: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "n": sampling.n,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "seed": sampling.seed,
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "prompt_logprobs": sampling.prompt_logprobs,
+        **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
         "context_overflow": rule.overflow,
         "keep_tokens": rule.keep_tokens if rule.overflow == "shift" else None,
         "attention_window": rule.attention_window,

@@ -1,20 +1,21 @@
-"""Rotary scaling of a request: checks, plan and report."""
+"""Rotary scaling of a request: checks, plan and report, and its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
-from windlass.engine.interface.context import ContextSize
+from windlass.engine.interface.context import ContextReport, ContextRule, ContextSize
 from windlass.engine.interface.model_info import ModelInfo
-from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME
-from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_scaling, main_group
-from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
+from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, AutoScalingThresholds
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_scaling, main_group, original_len
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
 from windlass.engine.rotary.scaling_fields import KNOWN
 from windlass.engine.rotary.scaling_text import names_kind, parse_scaling
-from windlass.server.config.rope_profiles import DEFAULT_NAME, OPTION
+from windlass.server.config.engine_options import DEFAULT_NAME, OPTION
 from windlass.server.config.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -198,3 +199,82 @@ def _list_profiles(profiles: Mapping[str, RopeScaling]) -> str:
     names = sorted(profiles)
     more = f" and {len(names) - _MAX_LISTED_NAMES} more (see GET /v1/rotary)" if len(names) > _MAX_LISTED_NAMES else ""
     return f"its profiles are {', '.join(names[:_MAX_LISTED_NAMES])}{more}"
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+def rotary_object(
+    report: RotaryReport, context: ContextReport | None, rule: ContextRule, dropped_turns: int | None
+) -> dict[str, Any]:
+    """The `rotary` field of a response. dropped_turns: of a chat, None if none may be dropped."""
+    names = ("rope_type", "parameters", "policy", "effective_length", "fingerprint", "moves")
+    shown: dict[str, Any] = {name: getattr(report, name) for name in names}
+    if report.groups:
+        shown["groups"] = report.groups
+    context_fields = _context_object(context, rule)
+    if dropped_turns is not None:
+        context_fields["dropped_turns"] = dropped_turns
+    if context_fields:
+        shown["context"] = context_fields
+    if report.auto is not None:
+        shown["auto"] = report.auto
+    return shown
+
+
+def _context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int]:
+    """The fields that apply under `rule`; empty without a report."""
+    shown: dict[str, int] = {}
+    if report is None:
+        return shown
+    if rule.attention_window is not None:
+        shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+    elif report.window is not None:
+        names = ("window", "kept_tokens", "dropped_tokens", "shifts")
+        shown |= {name: getattr(report, name) for name in names}
+    if report.reused_passages:
+        shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
+    return shown
+
+
+def model_rotary_object(info: ModelInfo) -> dict[str, Any] | None:
+    """The `rotary` field of `/v1/models`; None for a model without rotary attention."""
+    return groups_object(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
+
+
+def groups_object(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
+    """Scaling and dimensions of the main group, and of every group under `groups`."""
+    described = {group.name: _group(group) for group in groups}
+    return {**described[groups[0].name], "groups": described}
+
+
+def _group(group: RotaryGroup) -> dict[str, Any]:
+    return {
+        "rope_type": group.scaling.rope_type,
+        **group.parameters(),
+        "rotary_dim": group.base.rotary_dim,
+        "original_max_position_embeddings": original_len(group.scaling, group.base),
+        "max_position_embeddings": group.base.trained_len,
+    }
+
+
+def auto_scaling_object(info: ModelInfo) -> dict[str, Any] | None:
+    """The thresholds of `auto`; None for a model that cannot be scaled."""
+    if info.rotary_ladder is None:
+        return None
+    return {"default": info.rotary_auto, "steps": _steps(info.rotary_ladder, info.max_model_len)}
+
+
+@lru_cache(maxsize=8)
+def _steps(ladder: AutoScalingThresholds, longest: int) -> list[dict[str, Any]]:
+    """The stages of a request that grows to `longest` tokens, up to the last threshold."""
+    longest = longest if ladder.end is None else min(longest, ladder.end)
+    plan, shown = make_auto_plan(ladder, longest, "recompute"), []
+    length: int | None = 1
+    while length is not None:
+        stage = plan.stage(length)
+        assert stage.choice is not None
+        main = main_group(plan.groups_in(stage))
+        effective = stage.effective_lengths[plan.groups.index(main_group(plan.groups))]
+        step = {"up_to": stage.choice.up_to, "rope_scaling": main.scaling.to_dict(), "effective_length": effective}
+        shown.append(step if stage.choice.step.profile is None else {**step, "profile": stage.choice.step.profile})
+        length = None if stage.last_length is None else stage.last_length + 1
+    return shown

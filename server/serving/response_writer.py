@@ -1,4 +1,4 @@
-"""Response writers: envelope, choices, usage and best_of, within a byte budget."""
+"""Responses as JSON: log-probabilities, large JSON in parts, and writers with envelope, choices, usage and best_of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,172 @@ from pydantic_core import to_json
 
 from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.errors import response_too_large
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.job import GenerationJob, envelope
-from windlass.server.serving.response_format import JsonList, encode_pieces, prompt_logprobs_object
+from windlass.server.serving.job import Delta, GenerationJob, TokenUsage, envelope
 from windlass.server.text.service import Prompt
+from windlass.server.text.tokenizer import TextOffsets, Tokenizer
+
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
+
+
+class JsonList:
+    """A JSON array that is encoded as items are added; only its text is stored. size: bytes of that text."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.size = 0
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Append items. At most a few hundred at once: encoding them blocks the event loop."""
+        if items:
+            part = to_json(items)[1:-1]
+            self._parts.append(part)
+            self.size += len(part) + 1
+
+    def take(self, other: JsonList) -> None:
+        """Append the items of another array."""
+        self._parts += other._parts
+        self.size += other.size
+
+    def __add__(self, other: JsonList) -> JsonList:
+        both = JsonList()
+        both._parts = self._parts + other._parts
+        both.size = self.size + other.size
+        return both
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The array's text."""
+        yield b"["
+        for number, part in enumerate(self._parts):
+            if number:
+                yield b","
+            yield part
+        yield b"]"
+
+
+def encode_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON text of a value in which any array may be a `JsonList`. Other arrays and strings come in one piece."""
+    if isinstance(value, JsonList):
+        yield from value.pieces()
+    elif isinstance(value, dict):
+        before = b"{"
+        for key, item in value.items():
+            yield before + to_json(key) + b":"
+            yield from encode_pieces(item)
+            before = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict | JsonList):
+        before = b"["
+        for item in value:
+            yield before
+            yield from encode_pieces(item)
+            before = b","
+        yield b"]"
+    else:
+        yield to_json(value)
+
+
+def encode(value: Any) -> bytes:
+    """The text of `encode_pieces` in one piece."""
+    return b"".join(encode_pieces(value))
+
+
+def token_name(token_id: int) -> str:
+    """Unambiguous name of a token; several tokens may have the same text."""
+    return f"token_id:{token_id}"
+
+
+def clamp_logprob(logprob: float) -> float:
+    """The log-probability, or MIN_LOGPROB for minus infinity and NaN, which JSON does not have."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+class CompletionLogprobLists:
+    """Builds the parallel lists of a completions choice, chunk by chunk.
+
+    top: alternatives per token. Each entry of `top_logprobs` also has the token itself, so it may have top + 1 items; of two
+    alternatives with the same text the more probable one is used.
+    start: characters before the first token. names: name tokens by their ids.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, start: int = 0, names: bool = False
+    ) -> None:
+        self._text = token_name if names else tokenizer.token_text
+        self._top = top
+        self._offsets = TextOffsets(tokenizer, skip_special_tokens=skip_special_tokens, start=start)
+
+    @property
+    def position(self) -> int:
+        """Offset of the next token in characters."""
+        return self._offsets.position
+
+    def layout(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The lists of further tokens, one entry each; None for a token without a preceding one."""
+        text = self._text
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            offsets.append(self._offsets.advance(token_id))
+            tokens.append(text(token_id))
+            if entry is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            own = clamp_logprob(entry.logprob)
+            logprobs.append(own)
+            top: dict[str, float] = {}
+            for other, logprob in entry.top[: self._top]:
+                top.setdefault(text(other), clamp_logprob(logprob))
+            top.setdefault(tokens[-1], own)
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, *, names: bool = False
+) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice. names: name tokens by their ids."""
+    text = token_name if names else tokenizer.token_text
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": text(token_id),
+            "logprob": clamp_logprob(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = []
+    for entry in entries:
+        described = describe(entry.token_id, entry.logprob)
+        described["top_logprobs"] = [describe(*other) for other in entry.top[:top]]
+        content.append(described)
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_object(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of a response: an object by token id for each prompt token, null for the first."""
+
+    def describe(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": clamp_logprob(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+
+    result: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        ranked = enumerate(entry.top[:top], start=1)
+        described = {str(token_id): describe(token_id, logprob, rank) for rank, (token_id, logprob) in ranked}
+        described.setdefault(str(entry.token_id), describe(entry.token_id, entry.logprob, entry.rank))
+        result.append(described)
+    return result
+
 
 ITEMS_PER_WRITE = 256  # tokens with log-probabilities that are encoded at once
 LARGE_RESPONSE_BYTES = 256 * 1024  # from which encoding a response would block the event loop

@@ -24,15 +24,10 @@ from windlass.server.startup.model_catalog import cache_folder
 from windlass.server.text.tokenizer_files import TOKENIZER, find_tokenizer
 
 _MAX_STEM_CHARS = 120
-
 _POOLING = "1_Pooling"
-
 _CONFIG = "tokenizer_config.json"
-
 _MAGIC = b"GGUF"
-
 _INCOMPLETE_PREFIX = ".making-"  # prefix of the names of unfinished directories
-
 _ABANDONED_SECONDS = 3600.0  # no directory takes that long to create
 
 

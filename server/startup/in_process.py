@@ -13,7 +13,6 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import httpx
@@ -58,9 +57,7 @@ T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 
 _URL = "http://in-process"
-
 _LEAVE_SECONDS = 5.0
-
 _CLOSED = "this model was closed: create another LLM"
 
 _FORKED = (
@@ -141,20 +138,14 @@ class LLM:
         return self._run_batch(self._async.chat, items, fields, progress)
 
     def stream(
-        self,
-        prompt: str | TokenIds,
-        sampling_params: AnyParams | None = None,
-        **options: Unpack[CompletionOptions],
+        self, prompt: str | TokenIds, sampling_params: AnyParams | None = None, **options: Unpack[CompletionOptions]
     ) -> Stream[CompletionChunk, Completion]:
         """Continue one prompt in chunks: `with llm.stream("…") as stream: for chunk in stream: …`."""
         (fields,) = merged_fields(sampling_params, options, 1)
         return self.client.completions(prompt, stream=True, **_settings(fields, ids=True))
 
     def stream_chat(
-        self,
-        messages: Messages,
-        sampling_params: AnyParams | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling_params: AnyParams | None = None, **options: Unpack[ChatOptions]
     ) -> Stream[ChatCompletionChunk, ChatCompletion]:
         """Answer one conversation in chunks."""
         (fields,) = merged_fields(sampling_params, options, 1, chat=True)
@@ -187,9 +178,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _run_batch(
@@ -308,26 +297,19 @@ async def _gather(
 @contextlib.contextmanager
 def answer_progress(total: int) -> Iterator[Callable[[Any], None]]:
     """A bar on standard error that counts answers and their tokens. Yields the function to call with each answer."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     columns = (
-        TextColumn("answers"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}"),
+        progress.TextColumn("answers"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[speed]}"),
     )
     began, tokens = time.monotonic(), 0
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total, speed="")
 
         def answered(answer: Any) -> None:

@@ -1,4 +1,7 @@
-"""Launch of a server: checks, listener, engine process, event loop, signals and exit code."""
+"""Launch of a server: checks, listener, engine process, event loop, signals and exit code.
+
+Its shutdown takes a bounded time: drain, abort, close, and as a last resort exit.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import os
 import signal
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +27,7 @@ from windlass.engine.host_resources import pin_to_cores, split_cores
 from windlass.engine.model.loading.preflight import check_start, expect_device
 from windlass.engine.process_setup import disable_core_dumps, gc_paused_imports, trim_heap
 from windlass.server.app.auth import reload_keys_on_sighup
-from windlass.server.app.host_check import binding_of
+from windlass.server.app.middleware import binding_of
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.option_names import with_option_names
 from windlass.server.config.server_options import (
@@ -35,8 +40,7 @@ from windlass.server.config.server_options import (
 from windlass.server.config.settings import ServerSettings
 from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
 from windlass.server.http.listener import listen_tcp, listen_unix, make_tls_context
-from windlass.server.observability.event_loop_monitor import EventLoopMonitor
-from windlass.server.observability.logging import log_to_stderr
+from windlass.server.observability.logging import EventLoopMonitor, log_to_stderr
 from windlass.server.serving.request_rotation import check_profiles
 from windlass.server.startup.default_model import DEFAULT_MODELS
 from windlass.server.startup.derived_files import ensure_tokenizer
@@ -53,8 +57,7 @@ from windlass.server.startup.model_defaults import (
     rank_settings,
 )
 from windlass.server.startup.model_files import choose_model, known_sampling, with_draft_model
-from windlass.server.startup.shutdown import Shutdown
-from windlass.server.text.template_facts import RESERVED
+from windlass.server.text.tokenizer_files import RESERVED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -63,8 +66,89 @@ if TYPE_CHECKING:
     from windlass.server.app.state import ServerState
     from windlass.server.http.server import HttpServer
 
-TRIM_BYTES = 1 << 20
+AFTER_GRACE_SECONDS = 2.0  # after the grace period, at most, until the process has ended; of these:
+ABORT_SECONDS = 0.6  # for streams to send their error event
+HTTP_SECONDS = 0.7  # for uvicorn's own steps once no client is connected
+INTERPRETER_EXIT_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
+CLOSE_SECONDS = 5.0  # for requests other than generation, if the grace period is that long
+_UNLIMITED_SECONDS = 1e8  # three years: means no limit
 
+
+class Shutdown:
+    """Shutdown of a server. Create it in the main thread while the server runs, and call `begin` once.
+
+    grace_seconds: time for running generation requests.
+    """
+
+    def __init__(self, client: SupervisedEngine, grace_seconds: float) -> None:
+        self._client = client
+        self._grace_seconds = grace_seconds
+        self._grace_ends = self._exit_at = 0.0
+        self._deadline_enforced = threading.Event()
+        self.started = False
+        # It waits from the start, since a thread cannot be started safely in a signal handler.
+        threading.Thread(target=self._exit_on_deadline, name="ending", daemon=True).start()
+
+    def begin(self) -> None:
+        """Start the grace period. Called by a signal handler, so that it starts even if the event loop is busy."""
+        self.started = True
+        self._grace_ends = time.monotonic() + self._grace_seconds
+        self._exit_at = self._grace_ends + AFTER_GRACE_SECONDS - INTERPRETER_EXIT_SECONDS
+
+    def enforce_deadline(self) -> None:
+        """Make the process exit in time, with code 0, even while threads do work that no request waits for.
+
+        Python joins threads before it exits, and one that tokenizes a long text cannot be interrupted.
+        """
+        self._deadline_enforced.set()
+
+    async def drain(self, state: ServerState) -> None:
+        """Refuse new work, wait the grace period for running requests, then end them with an error."""
+        state.draining = True
+        if state.in_flight:
+            left = describe_time_left(state.in_flight, self._grace_ends - time.monotonic())
+            print_status(f"draining: {left}; send the signal again to stop now")
+        if not await _idle(state, self._grace_ends):
+            print_status(f"the grace period has ended: {state.in_flight} requests are aborted")
+            state.abort_all()
+            await _idle(state, time.monotonic() + ABORT_SECONDS)
+        print_status("stopped")
+
+    async def close(self, server: HttpServer, http: asyncio.Task[None]) -> None:
+        """End the HTTP server, which the task `http` runs, and the engine."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._left()):
+                await asyncio.gather(self._close_http(server, http), self._client.close())
+
+    async def _close_http(self, server: HttpServer, http: asyncio.Task[None]) -> None:
+        await server.stop(min(CLOSE_SECONDS, self._left() - HTTP_SECONDS))
+        await asyncio.wait({http}, timeout=self._left())
+
+    def _left(self) -> float:
+        return max(0.0, self._exit_at - time.monotonic())
+
+    def _exit_on_deadline(self) -> None:
+        self._deadline_enforced.wait()
+        time.sleep(self._left())
+        self._client.kill(reap=False)
+        os._exit(0)
+
+
+def describe_time_left(requests: int, seconds: float) -> str:
+    """The remaining time of running requests, in words."""
+    who = "1 request has" if requests == 1 else f"{requests:,} requests have"
+    if seconds > _UNLIMITED_SECONDS:
+        return f"{who} unlimited time to finish"
+    return f"{who} {max(0.0, seconds):,.{0 if seconds >= 10 else 1}f} s to finish"
+
+
+async def _idle(state: ServerState, deadline: float) -> bool:
+    while state.in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return not state.in_flight
+
+
+TRIM_BYTES = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 

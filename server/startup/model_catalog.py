@@ -32,9 +32,7 @@ from windlass.engine.errors import LoadError
 from windlass.server.startup.early_signals import exit_on_signals
 
 _POLL_SECONDS = 0.1
-
 _LOG_BYTES = 1 << 16
-
 _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check", "--no-input")
 
 # Without a network the download should fail within seconds.
@@ -59,20 +57,15 @@ _REASONS = (
 )
 
 _READ_BYTES = 1 << 20
-
 _HUB_SECONDS = 15  # without an answer
-
 _STATUS_SECONDS = 5  # between lines of progress where there is no terminal
 
 # The speed of a download is judged once: that many seconds after its first mebibyte.
 _JUDGED_AFTER_SECONDS = 5
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 _REMOVE_TRIES, _REMOVE_SECONDS = 10, 0.05
-
 _PARTIAL = ".pull-"  # prefix of the folders of unfinished downloads
-
 _INCOMPLETE = ".incomplete"  # suffix of a file that has only its first parts
 
 

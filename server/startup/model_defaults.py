@@ -26,16 +26,12 @@ from windlass.server.config.server_options import (
 )
 from windlass.server.config.settings import RankSettings, SamplingDefaults, ServerSettings
 from windlass.server.serving.request_rotation import check_profiles
-from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE
 
 RECOMMENDED = "recommended by its authors"
-
 OVERRIDE_OPTION = "--override-generation-config"
-
 _ADVICE = "correct the file, or start with `generation_config=none`"
-
 _QWEN3 = "qwen3"
-
 _QWEN3_TOKENS = ("yes", "no")
 
 

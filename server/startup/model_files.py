@@ -22,33 +22,16 @@ from windlass.server.startup.default_model import pull_default_model
 from windlass.server.startup.derived_files import derive_gguf_directory, is_gguf, source_stem
 from windlass.server.startup.model_catalog import KNOWN, KnownModel, may_be_file_of, pull
 
-DOWNLOAD_PATTERNS = (
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "vocab.txt",
-    "merges.txt",
-)
+DOWNLOAD_PATTERNS = tuple("*.json *.safetensors *.jinja tokenizer* *.model *.tiktoken vocab.txt merges.txt".split())
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
-
 _REVISION = re.compile(r"[\w][\w.\-/]*")  # and names of GGUF files
-
 _PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-
 _CONNECT_SECONDS = 5.0
-
 _DIGEST = "sha256"  # file in the directory derived from a GGUF file
-
 _TRUE = frozenset({"1", "true", "yes", "on"})
-
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-
 _MAX_LISTED = 24  # files in an error message
-
 _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from windlass.server.errors import bad_request
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.schemas.tools import MadeFunctionCall, parse_arguments
-from windlass.server.text.template_facts import CallIds, TemplateCapabilities
+from windlass.server.text.tokenizer_files import CallIds, TemplateCapabilities
 
 _IGNORED_FIELDS = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
 _EXCLUDED_FIELDS = {"type", *_IGNORED_FIELDS, "function_call", "tool_calls", "tool_call_id", "content"}

@@ -554,11 +554,7 @@ class ThinkingControl:
             return channel_parsing_plan() if plan is None and self.name == HARMONY else plan
         rest = ParsingPlan(PlainTextParser) if plan is None else plan
         stage = ChannelParser if format.may_recur else ThinkingParser
-        return replace(
-            rest,
-            new_parser=lambda: stage(format, phase, rest),
-            markers=rest.markers | format.markers,
-        )
+        return replace(rest, new_parser=lambda: stage(format, phase, rest), markers=rest.markers | format.markers)
 
     def answer_locator(self, phase: ThinkingPhase) -> AnswerLocator | None:
         """Return a locator of the answer, None if everything is the answer."""

@@ -19,19 +19,22 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import Change, FittedMessages, prepare_history, prepare_tools
-from windlass.server.text.fim_tokens import FimTokens
-from windlass.server.text.pair_prompts import PairPrompt, PairTemplate
-from windlass.server.text.template_facts import RESERVED, TemplateCapabilities
+from windlass.server.text.tokenizer import FimTokens
+from windlass.server.text.tokenizer_files import RESERVED, PairPrompt, PairTemplate, TemplateCapabilities
 from windlass.server.text.tool_parsers.formats import format_of, is_known
 from windlass.server.text.workers.frames import Limits, WorkerSource, count_ids, pack_ids, slice_ids, unpack_ids
-from windlass.server.text.workers.pool import LARGE_JOB, FairLimiter, QueueFullError, TextPool, TooManyCrashesError
-from windlass.server.text.workers.processes import (
+from windlass.server.text.workers.pool import (
+    LARGE_JOB,
     ClosedError,
+    FairLimiter,
     KilledError,
     OutOfMemoryError,
     ProcessDiedError,
+    QueueFullError,
     RefusedError,
+    TextPool,
     TextWorkerError,
+    TooManyCrashesError,
     TooSlowError,
 )
 from windlass.server.text.workers.tasks import TextTasks
@@ -123,7 +126,6 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
         return ApiError(
             429,
             "too much text is waiting to be tokenized: try again later",
-            type="rate_limit_error",
             code="too_much_text",
             retry_after=1,
         )
@@ -132,7 +134,6 @@ def _api_error(error: TextWorkerError, param: str, phase: Phase) -> ApiError:
         return ApiError(
             429,
             f"{error} repeatedly: wait {seconds} s, and change {param}",
-            type="rate_limit_error",
             code="too_many_crashes",
             retry_after=seconds,
         )
@@ -264,13 +265,7 @@ class TextService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def run(
-        self,
-        task: partial[R],
-        *phases: Phase,
-        param: str,
-        size: int,
-        caller: str,
-        limiter: FairLimiter | None = None,
+        self, task: partial[R], *phases: Phase, param: str, size: int, caller: str, limiter: FairLimiter | None = None
     ) -> R:
         """Run a text job, see `TextPool.run`; raises ApiError naming `param`. phases: `tokenizing` if none is given."""
         phases = phases or (self.tokenizing,)

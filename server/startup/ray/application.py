@@ -31,7 +31,7 @@ from windlass.clients.terminal import print_status
 from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.process_setup import disable_core_dumps
-from windlass.server.app.host_check import binding_of, is_loopback_host
+from windlass.server.app.middleware import binding_of, is_loopback_host
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import moved_option_hint
 from windlass.server.config.option import options_of
@@ -41,26 +41,19 @@ from windlass.server.config.settings import Binding
 from windlass.server.http.connection_limits import ConnectionSettings, raise_file_limit
 from windlass.server.http.listener import listen_tcp
 from windlass.server.http.server import HttpServer
-from windlass.server.observability.event_loop_monitor import EventLoopMonitor
+from windlass.server.observability.logging import EventLoopMonitor
 from windlass.server.startup.launch import make_app, prepare, read_template
 from windlass.server.startup.ray.client import RayClient
 from windlass.server.startup.ray.replica import EngineReplica, PrefixRequestRouter, scale_by_requests_and_cache
 from windlass.server.startup.ray.wire import DeploymentSpec, version_mismatch
 
 NAMESPACE = "windlass"
-
 HEAD_RESOURCE = "node:__internal_head__"  # Ray's name of a resource that only the head node has
-
 INGRESS_CPUS = 0.5
-
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to close its connections
-
 REUSE_SECONDS = 1.0  # for a client to reuse its connection once more and to learn that it closes
-
 CONNECT_SECONDS = 5.0  # to reach the cluster or a deployment
-
 _HANDOVER_SECONDS = 10.0
-
 _ERROR = re.compile(r"(?:LoadError|OptionError|RequestError|RuntimeError|RayServeException): (.+)")
 
 

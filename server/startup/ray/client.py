@@ -24,23 +24,12 @@ from windlass.engine.interface.introspection import A, CacheQuery, Introspection
 from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
 from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.interface.request import EngineRequest
+from windlass.server.startup.ray import wire
 from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.wire import (
-    CallEvent,
-    CallFailedError,
-    CallLostError,
-    OutputReceiver,
-    ReceiverAddress,
-    ReplicaCall,
-    ReplicaReport,
-)
 
 MAX_TRIES = 3  # replicas that a request is sent to if none of them has begun with it
-
 POLL_SECONDS = 1.0  # between two reports of the replicas
-
 REPORT_TIMEOUT_SECONDS = 2.0
-
 LOST = (RayError, RayServeException)
 
 _logger = logging.getLogger("windlass.server")
@@ -51,7 +40,7 @@ class Calls:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._generate = handle.options(method_name="generate", stream=True)
-        self._receiver = OutputReceiver()
+        self._receiver = wire.OutputReceiver()
         self._numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -63,7 +52,7 @@ class Calls:
             _logger.warning("replicas cannot send tokens directly (%s): Ray transports them, which is slower", error)
 
     @property
-    def address(self) -> ReceiverAddress | None:
+    def address(self) -> wire.ReceiverAddress | None:
         """Where channels connect to."""
         return self._receiver.address
 
@@ -71,10 +60,10 @@ class Calls:
         await self._receiver.stop()
 
     @contextlib.asynccontextmanager
-    async def start_call(self, call: ReplicaCall) -> AsyncIterator[AsyncIterator[list[RequestOutput]]]:
+    async def start_call(self, call: wire.ReplicaCall) -> AsyncIterator[AsyncIterator[list[RequestOutput]]]:
         """The outputs of a call, which ends with the block. They raise CallLostError and CallFailedError."""
         number = next(self._numbers)
-        events: asyncio.Queue[CallEvent] = asyncio.Queue()
+        events: asyncio.Queue[wire.CallEvent] = asyncio.Queue()
         self._receiver.open(number, events.put_nowait)
         stream = self._generate.remote(replace(call, channel=self.address, number=number))
         following = asyncio.ensure_future(_follow(stream, events))
@@ -91,7 +80,7 @@ class Calls:
                 following.cancel()
 
 
-async def _follow(stream: Any, events: asyncio.Queue[CallEvent]) -> None:
+async def _follow(stream: Any, events: asyncio.Queue[wire.CallEvent]) -> None:
     """Events of a call that come through Ray: outputs without a channel, and the loss of the replica."""
     try:
         async for item in stream:
@@ -100,18 +89,18 @@ async def _follow(stream: Any, events: asyncio.Queue[CallEvent]) -> None:
             events.put_nowait(item)
         events.put_nowait(None)
     except LOST:
-        events.put_nowait(CallLostError())
+        events.put_nowait(wire.CallLostError())
     except Exception:  # the request needs an end in any case
         _logger.exception("a call of a replica failed")
-        events.put_nowait(CallLostError())
+        events.put_nowait(wire.CallLostError())
 
 
 async def _outputs(
-    events: asyncio.Queue[CallEvent], is_finished: asyncio.Event
+    events: asyncio.Queue[wire.CallEvent], is_finished: asyncio.Event
 ) -> AsyncGenerator[list[RequestOutput], None]:
     while isinstance(event := await events.get(), list):
         yield event
-    if not isinstance(event, CallLostError):
+    if not isinstance(event, wire.CallLostError):
         is_finished.set()
     if event is not None:
         raise event
@@ -129,12 +118,12 @@ class RayClient(EngineClient):
         self._closed = False
         self._adapters: dict[int, AdapterSource] = {}
         self._ids: set[str] = set()  # of running requests
-        self._reports: dict[str, ReplicaReport] = {}  # the last one of each replica, by its name
+        self._reports: dict[str, wire.ReplicaReport] = {}  # the last one of each replica, by its name
         self._gone_restarts = 0  # of replicas that no longer exist
         self._polling: asyncio.Task[None] | None = None
 
     @property
-    def engines(self) -> tuple[ReplicaReport, ...]:
+    def engines(self) -> tuple[wire.ReplicaReport, ...]:
         """The replicas, ordered by name."""
         return tuple(self._reports[name] for name in sorted(self._reports))
 
@@ -165,7 +154,9 @@ class RayClient(EngineClient):
             raise RequestError(f"a request with the id {request.request_id!r} is already running", "request_id")
         digests = () if self._keys is None else tuple(self._keys.of(request))
         adapter = None if request.adapter is None else self._adapters.get(request.adapter)
-        call = replace(ReplicaCall.from_request(request), digests=digests, max_blocks=self._max_blocks, adapter=adapter)
+        call = replace(
+            wire.ReplicaCall.from_request(request), digests=digests, max_blocks=self._max_blocks, adapter=adapter
+        )
         self._ids.add(request.request_id)
         try:
             for tries in range(1, MAX_TRIES + 1):
@@ -178,12 +169,12 @@ class RayClient(EngineClient):
                                 begun = True
                                 yield output
                     return
-                except CallLostError as lost:
+                except wire.CallLostError as lost:
                     call = replace(call, avoid=(*call.avoid, lost.replica))
                     error = EngineDeadError(
                         "the replica ended while this request was running; send it again", begun=begun
                     )
-                except CallFailedError as ended:
+                except wire.CallFailedError as ended:
                     error = ended.error
                     if not isinstance(error, EngineDeadError | QueueFullError):
                         raise error from None
@@ -271,7 +262,7 @@ class RayClient(EngineClient):
     async def _poll(self, *, stats: bool) -> None:
         """Update the reports. Replicas that do not respond in time are assumed to be gone."""
         found = await self._all(EngineReplica.report, stats, self._calls.address)
-        before, self._reports = self._reports, {one.name: one for one in found if isinstance(one, ReplicaReport)}
+        before, self._reports = self._reports, {one.name: one for one in found if isinstance(one, wire.ReplicaReport)}
         # A replica that is gone counts as an engine that ended; one that was only slow then counts too much by one.
         self._gone_restarts += sum(one.restarts + 1 for name, one in before.items() if name not in self._reports)
 

@@ -25,24 +25,11 @@ from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.engine.process_setup import disable_core_dumps
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
-from windlass.server.startup.ray.wire import (
-    CallEvent,
-    CallFailedError,
-    DeploymentSpec,
-    OutputChannel,
-    OutputChannels,
-    ReceiverAddress,
-    ReplicaCall,
-    ReplicaReport,
-    version_mismatch,
-)
+from windlass.server.startup.ray import wire
 
 CACHE_HELD = "cache_held"  # name of the metric: share of a replica's cache that running requests hold, 0 to 1
-
 TARGET_CACHE_USE = 0.8  # of all caches together; above it a replica is added before requests wait or are preempted
-
 POLL_SECONDS = 2.0  # between two inspections of the cache, which take place between two engine steps
-
 GATHER_SECONDS = 0.01  # in which outputs of one stream are gathered, as Ray takes half a millisecond for each item
 
 _logger = logging.getLogger("windlass.server")
@@ -128,25 +115,25 @@ class PrefixRequestRouter(RequestRouter):
         if self._prefixes is not None:
             self._prefixes.retain_only(replica_ids)
 
-    def _router(self, call: ReplicaCall) -> PrefixRouter[ReplicaID]:
+    def _router(self, call: wire.ReplicaCall) -> PrefixRouter[ReplicaID]:
         if self._prefixes is None:
             self._prefixes = PrefixRouter(self._block_tokens, call.max_blocks)
         return self._prefixes
 
 
-def _get_call(pending_request: PendingRequest | None) -> ReplicaCall | None:
+def _get_call(pending_request: PendingRequest | None) -> wire.ReplicaCall | None:
     found = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return found if isinstance(found, ReplicaCall) else None
+    return found if isinstance(found, wire.ReplicaCall) else None
 
 
 class EngineReplica:
     """One engine. Ray Serve calls its methods on the event loop of the replica's actor."""
 
-    async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc]
+    async def __init__(self, spec: wire.DeploymentSpec) -> None:  # type: ignore[misc]
         spec.check()
         disable_core_dumps()
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._channels = OutputChannels(self._id)
+        self._channels = wire.OutputChannels(self._id)
         self._held, self._next_poll = 0.0, 0.0
         self._engines = Engines(spec.engine, spec.log_level)
         try:
@@ -175,7 +162,7 @@ class EngineReplica:
     async def info(self) -> ModelInfo:
         return self._info
 
-    async def generate(self, call: ReplicaCall) -> AsyncGenerator[CallEvent, None]:
+    async def generate(self, call: wire.ReplicaCall) -> AsyncGenerator[wire.CallEvent, None]:
         """Batches of outputs; an error is the last item.
 
         If there is a channel, outputs go there, and the only item is None at the end: Ray then only counts and cancels the call,
@@ -189,10 +176,10 @@ class EngineReplica:
             async for outputs in batch_outputs(await self._begin(call)):
                 yield outputs
         except EngineError as error:
-            yield CallFailedError(self._id, picklable_error(error))
+            yield wire.CallFailedError(self._id, picklable_error(error))
 
-    async def _generate_over(self, channel: OutputChannel, call: ReplicaCall) -> None:
-        failure: CallFailedError | None = None
+    async def _generate_over(self, channel: wire.OutputChannel, call: wire.ReplicaCall) -> None:
+        failure: wire.CallFailedError | None = None
         try:
             async with contextlib.aclosing(await self._begin(call)) as outputs:
                 async for output in outputs:
@@ -200,13 +187,13 @@ class EngineReplica:
         except Exception as error:  # the ingress needs an end in any case
             if not isinstance(error, EngineError):
                 _logger.exception("a call failed")
-            failure = CallFailedError(self._id, picklable_error(error))
+            failure = wire.CallFailedError(self._id, picklable_error(error))
         channel.send(call.number, failure)
 
-    async def _begin(self, call: ReplicaCall) -> AsyncGenerator[RequestOutput, None]:
+    async def _begin(self, call: wire.ReplicaCall) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a call, after loading its adapter. Raises EngineError."""
         if call.version != __version__:
-            raise EngineError(version_mismatch(call.version))
+            raise EngineError(wire.version_mismatch(call.version))
         if call.adapter is not None and call.adapter.adapter_id not in self._client.adapter_ids:
             with contextlib.suppress(EngineDeadError):  # the request itself reports it
                 await self._client.load_adapter(call.adapter)
@@ -215,7 +202,7 @@ class EngineReplica:
     async def end_sample(self, request_id: str, index: int) -> None:
         self._client.end_sample(request_id, index)
 
-    async def report(self, stats: bool, address: ReceiverAddress | None = None) -> ReplicaReport:
+    async def report(self, stats: bool, address: wire.ReceiverAddress | None = None) -> wire.ReplicaReport:
         """State of the replica, with statistics on request; each sample of those is returned once.
 
         address: of the calling ingress; a channel to it is opened.
@@ -225,7 +212,7 @@ class EngineReplica:
         if stats:
             with contextlib.suppress(EngineError):
                 engine_stats = await self._client.stats()
-        return ReplicaReport(self._id, self._client.state, self._client.restarts, engine_stats)
+        return wire.ReplicaReport(self._id, self._client.state, self._client.restarts, engine_stats)
 
     async def inspect(self, query: IntrospectionQuery[Any]) -> Any:
         """The result, or the EngineError."""

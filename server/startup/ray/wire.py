@@ -23,13 +23,9 @@ from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.server_options import ServerOptions
 
 CONNECT_SECONDS = 2.0
-
 RETRY_SECONDS = 30.0  # until an address that could not be reached is tried again
-
 SECRET_SECONDS = 5.0  # for a new connection to send the secret
-
 _SECRET_BYTES = 32
-
 _LENGTH = struct.Struct("!I")
 
 

@@ -181,11 +181,7 @@ def _mistral(name: str, layout: CallLayout, *template_markers: str) -> ToolForma
 def _deepseek(head: str, tail: str, between: str) -> CallLayout:
     form = json_calls.DEEPSEEK
     return CallLayout(
-        before=form.calls,
-        head=form.call + head,
-        tail=tail + form.call_end,
-        between=between,
-        after=form.calls_end,
+        before=form.calls, head=form.call + head, tail=tail + form.call_end, between=between, after=form.calls_end
     )
 
 
@@ -335,11 +331,7 @@ _FORMATS = (
     _json(
         "cohere",
         json_calls.COHERE,
-        _list(
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            '{"tool_call_id": "$number", "tool_name": "$name", "parameters": ',
-        ),
+        _list("<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "$number", "tool_name": "$name", "parameters": '),
         ("<|START_ACTION|>",),
     ),
     _json(
@@ -380,10 +372,7 @@ _FORMATS = (
         ("<function_call>",),
     ),
     _python(
-        "olmo3",
-        pythonic.OLMO3,
-        _python_layout(pythonic.OLMO3_BEGIN, "\n", pythonic.OLMO3_END),
-        (pythonic.OLMO3_BEGIN,),
+        "olmo3", pythonic.OLMO3, _python_layout(pythonic.OLMO3_BEGIN, "\n", pythonic.OLMO3_END), (pythonic.OLMO3_BEGIN,)
     ),
     _python(
         "minicpm3",

@@ -13,18 +13,21 @@ from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import CallOptions, ParserSteps, StreamParser, as_json
 from windlass.server.text.tool_parsers.call_grammars import (
     ANNOTATIONS,
+    ANY_TYPE,
     MAX_MEMBERS,
     PARAMETERS_OF,
     CallGrammarOptions,
     CallLayout,
     bounds_of,
     call_sequence,
+    decimal_number,
     definitions,
     lark_string,
     member_rules,
+    parameter_types,
     parameters_schema,
+    typed_json,
 )
-from windlass.server.text.tool_parsers.values import ANY_TYPE, decimal_number, parameter_types, typed_json
 
 MAX_DEPTH = 16  # of a schema; deeper values are written as JSON
 _NAME = re.compile(r"[^\s{}<]")

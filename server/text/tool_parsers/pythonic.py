@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.server.text.stream_parser import CallOptions, ParserSteps
+from windlass.server.text.tool_parsers.call_grammars import literal_json
 from windlass.server.text.tool_parsers.json_calls import JsonCallParser
-from windlass.server.text.tool_parsers.values import literal_json
 
 START, END = "<|python_start|>", "<|python_end|>"
 LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"

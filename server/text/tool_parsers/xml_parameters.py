@@ -10,9 +10,16 @@ from typing import Any
 
 from windlass.server.text.schema_rewriting import resolve_reference
 from windlass.server.text.stream_parser import MAX_NAME, CallOptions, ParserSteps
-from windlass.server.text.tool_parsers.call_grammars import CDATA, CDATA_END, ITEM, definitions
+from windlass.server.text.tool_parsers.call_grammars import (
+    CDATA,
+    CDATA_END,
+    ITEM,
+    TEXT_TYPES,
+    definitions,
+    parameter_types,
+    typed_json,
+)
 from windlass.server.text.tool_parsers.json_calls import JsonCallParser
-from windlass.server.text.tool_parsers.values import TEXT_TYPES, parameter_types, typed_json
 
 MAX_DEPTH = 64  # of elements in a value; deeper ones are left out
 _NAME = re.compile(r"[^<>\s=\"']")

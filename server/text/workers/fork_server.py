@@ -19,8 +19,8 @@ from pydantic_core import to_json
 from windlass.engine.errors import RequestError
 from windlass.engine.process_setup import disable_core_dumps, log_as_json, trim_heap, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
-from windlass.server.text.pair_prompts import names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.tokenizer_files import names_pair_roles
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.frames import ANSWER, COMMAND, FORK, REAP, Job, NextPhase, Result, WorkerSource
 from windlass.server.text.workers.tasks import TextTasks

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 COMMAND = struct.Struct("!ci")
 ANSWER = struct.Struct("!i")
 FORK, REAP = b"F", b"R"
-
 _LENGTH = struct.Struct("!Q")
 _RECEIVE_BYTES = 1 << 20  # read from a socket at once
 _IDS_PER_BATCH = 100_000  # packed or unpacked while the interpreter lock is held

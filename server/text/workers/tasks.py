@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
+from windlass.server.text.chat_template import probe_template
 from windlass.server.text.grammars import GrammarCompiler
-from windlass.server.text.pair_prompts import PairField, PairPrompt
-from windlass.server.text.template_facts import TemplateCapabilities
-from windlass.server.text.template_probes import probe_template
 from windlass.server.text.tokenizer import TextOffsets, Tokenizer
+from windlass.server.text.tokenizer_files import PairField, PairPrompt, TemplateCapabilities
 from windlass.server.text.workers.frames import pack_ids, unpack_ids
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from windlass.engine.rotary.auto_scaling import AUTO, ScalingThreshold
 from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.cli import entry
 from windlass.server.cli import main as cli
-from windlass.server.cli.help import COMMON_OPTIONS
+from windlass.server.cli.parameters import COMMON_OPTIONS
 from windlass.server.config.engine_options import EngineOptions
 from windlass.server.config.migration_hints import REMOVED
 from windlass.server.config.option import options_of

@@ -10,7 +10,7 @@ import pytest
 
 from windlass.engine.errors import RequestError
 from windlass.server.cli import main as cli
-from windlass.server.config import config_file
+from windlass.server.cli import parameters
 from windlass.server.startup import launch
 
 
@@ -159,7 +159,7 @@ def test_errors_are_one_line_with_their_place(text, expected, launched, write, c
 def test_missing_and_large_files_are_refused(launched, write, capsys, monkeypatch, tmp_path):
     assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"error: cannot read --config {tmp_path / 'none'}: No such file or directory\n"
-    monkeypatch.setattr(config_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(parameters, "MAX_BYTES", 10)
     assert cli.run(["serve", "--config", write("port: 80000000")]) == 2
     assert "larger than 10 bytes" in capsys.readouterr().err
     assert not launched

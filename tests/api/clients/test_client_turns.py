@@ -16,8 +16,7 @@ from jsonschema import Draft202012Validator
 
 from windlass.clients import BadRequestError, ChatCompletion, ChatMessage, FunctionCall, ToolCall, _parse
 from windlass.clients._accumulate import MessageAccumulator
-from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent
-from windlass.clients.response_types import ResponseItem
+from windlass.clients.response_types import ContentBlock, Message, MessageDelta, MessageEvent, ResponseItem
 
 pytestmark = pytest.mark.anyio
 ENVELOPE = {"id": "c-1", "created": 5, "model": "m"}

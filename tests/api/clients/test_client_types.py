@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import windlass.clients
 from windlass.server.api import introspection, models, rotary, tokenize
-from windlass.server.api.health import Status
+from windlass.server.api.introspection import Status
 from windlass.server.schemas import chat, completions, messages, pooling, response_parts, responses, tools
 
 # By the name in `windlass.clients`: the server's models that it represents, first those of the same name.

@@ -17,7 +17,7 @@ from windlass.engine.interface.model_info import PoolingDefaults
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.api import embeddings
+from windlass.server.api import pooling
 from windlass.server.serving.job import PoolingJob
 from windlass.server.serving.streaming import Exchange
 
@@ -141,10 +141,10 @@ def test_vectors_are_rendered_in_batches_and_counted_once(live: Live, monkeypatc
         written.append(len(batch))
         return render_items(batch, *rest)
 
-    render_items = embeddings._render_items
-    monkeypatch.setattr(embeddings, "pool", pool)
-    monkeypatch.setattr(embeddings, "_render_items", data)
-    monkeypatch.setattr(embeddings, "_VALUES_PER_BATCH", 80)  # numbers
+    render_items = pooling._render_items
+    monkeypatch.setattr(pooling, "pool", pool)
+    monkeypatch.setattr(pooling, "_render_items", data)
+    monkeypatch.setattr(pooling, "_VALUES_PER_BATCH", 80)  # numbers
     answer = embed(live, [[5]] * 200)
     assert written == [80, 80, 40] and len(measured) == 200
     assert [(item["index"], item["embedding"]) for item in answer["data"]] == [(n, [n]) for n in range(200)]

@@ -19,7 +19,7 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.clients import Client
 from windlass.engine.errors import LoadError
-from windlass.server.app.host_check import binding_of, is_loopback_host
+from windlass.server.app.middleware import binding_of, is_loopback_host
 from windlass.server.cli import main as cli
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.config.settings import ServerSettings

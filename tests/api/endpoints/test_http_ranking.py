@@ -18,12 +18,12 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.engine.interface.outputs import PooledRows
 from windlass.engine.interface.request import PoolingRule
-from windlass.server.api import rerank as ranking_routes
+from windlass.server.api import pooling as ranking_routes
 from windlass.server.config.settings import RankSettings
 from windlass.server.serving.job import PoolingJob
-from windlass.server.serving.pair_scores import probabilities
+from windlass.server.serving.pooling import probabilities
 from windlass.server.serving.streaming import Exchange
-from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:

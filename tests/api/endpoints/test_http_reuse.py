@@ -13,7 +13,7 @@ from helpers.real_server import RealServer, serve
 
 from windlass.clients.types import ContextUse
 from windlass.engine.interface.context import MIN_PASSAGE_TOKENS, NonPrefixReuseParams
-from windlass.server.serving.context_rules import DEFAULT_RECOMPUTE
+from windlass.server.serving.job import DEFAULT_RECOMPUTE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

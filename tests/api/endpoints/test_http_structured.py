@@ -17,8 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.workers.frames import Limits
-from windlass.server.text.workers.pool import CRASH_SECONDS, MAX_CRASHES
-from windlass.server.text.workers.processes import ProcessDiedError, TextProcess
+from windlass.server.text.workers.pool import CRASH_SECONDS, MAX_CRASHES, ProcessDiedError, TextProcess
 from windlass.server.text.workers.tasks import TextTasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

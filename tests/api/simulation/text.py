@@ -1,6 +1,6 @@
 """Simulated text processes: they run the real tasks in this process, and may die, be slow or run out of memory.
 
-They replace `windlass.server.text.workers.processes`, the boundary to the operating system.
+They replace `windlass.server.text.workers.pool`, the boundary to the operating system.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from windlass.engine.errors import RequestError
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import Limits, Result, WorkerSource
-from windlass.server.text.workers.processes import ForkError, ProcessDiedError, TooSlowError
+from windlass.server.text.workers.pool import ForkError, ProcessDiedError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks
 
 if TYPE_CHECKING:

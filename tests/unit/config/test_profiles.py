@@ -8,7 +8,7 @@ import pytest
 
 from windlass.engine.errors import EngineError
 from windlass.engine.rotary.rope_scaling import RopeScaling
-from windlass.server.config.rope_profiles import is_profile_name, parse_profiles
+from windlass.server.config.engine_options import is_profile_name, parse_profiles
 
 YARN, LINEAR = {"rope_type": "yarn", "factor": 4}, {"rope_type": "linear", "factor": 2.5}
 BOTH = {"long": RopeScaling.from_dict(YARN), "wide-2.0": RopeScaling.from_dict(LINEAR)}

@@ -17,8 +17,7 @@ from windlass.clients.loadtest import runner
 from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.load_plan import Arrivals, Lengths, LoadPlan, WorkloadSpec
 from windlass.clients.loadtest.results import RequestRecord, RunResult, write_csv, write_json
-from windlass.clients.loadtest.runner import prepare, sweep_load
-from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate, judge_run
+from windlass.clients.loadtest.runner import SweepSpec, find_highest_rate, judge_run, prepare, sweep_load
 from windlass.clients.loadtest.target import ControlClient, LoadTestError, Target
 from windlass.clients.loadtest.target import Server as KnownServer
 from windlass.clients.loadtest.workload import Vocabulary, Workload

@@ -17,8 +17,12 @@ import pytest
 from helpers.eventually import eventually
 
 from windlass.server.config.settings import RecordSettings
-from windlass.server.observability.event_loop_monitor import EventLoopMonitor
-from windlass.server.observability.logging import LOG_INTERVAL_SECONDS, RateLimitedLogger, is_not_lost_write_warning
+from windlass.server.observability.logging import (
+    LOG_INTERVAL_SECONDS,
+    EventLoopMonitor,
+    RateLimitedLogger,
+    is_not_lost_write_warning,
+)
 from windlass.server.observability.recording import WorkloadRecorder
 
 pytestmark = pytest.mark.anyio

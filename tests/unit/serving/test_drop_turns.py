@@ -10,7 +10,7 @@ import pytest
 
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.schemas.chat import ChatMessage
-from windlass.server.serving.conversation import droppable_turns, fit_turns, without_turns
+from windlass.server.serving.prompts import droppable_turns, fit_turns, without_turns
 
 CONTEXT = 400
 

@@ -17,8 +17,8 @@ from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.api.chat import ChatWriter
 from windlass.server.api.completions import CompletionWriter
 from windlass.server.errors import ApiError
-from windlass.server.serving.deltas import Delta, TokenUsage
-from windlass.server.serving.response_format import CompletionLogprobLists, JsonList, encode, encode_pieces
+from windlass.server.serving.job import Delta, TokenUsage
+from windlass.server.serving.response_writer import CompletionLogprobLists, JsonList, encode, encode_pieces
 from windlass.server.text.service import Prompt
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

@@ -15,7 +15,7 @@ from windlass.engine.model.model_spec import ModelSpec
 from windlass.server.config.server_options import ServerOptions
 from windlass.server.config.settings import RankSettings
 from windlass.server.startup.model_defaults import rank_settings
-from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE
 
 PAIR = "{{ messages[0].content }} {{ messages[1].content }}"
 

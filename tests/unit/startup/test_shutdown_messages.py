@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.server.startup.shutdown import describe_time_left
+from windlass.server.startup.launch import describe_time_left
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from unit_helpers.grammar_draws import DEMO, demo_compiler
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.grammar_depth import MAX_GRAMMAR_DEPTH, check_depth
+from windlass.server.text.grammars import MAX_GRAMMAR_DEPTH, check_depth
 
 TOO_MANY = MAX_GRAMMAR_DEPTH + 1
 

@@ -11,8 +11,7 @@ from windlass.server.errors import ApiError
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text import chat_messages as history
 from windlass.server.text.chat_messages import prepare_history
-from windlass.server.text.chat_template import ChatTemplate
-from windlass.server.text.template_probes import probe_template
+from windlass.server.text.chat_template import ChatTemplate, probe_template
 
 
 def with_calls(arguments: str) -> str:

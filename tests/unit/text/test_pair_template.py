@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, build_pair_template
-from windlass.server.text.pair_prompts import QWEN3_RERANKER_TEMPLATE, names_pair_roles
 from windlass.server.text.tokenizer import Tokenizer, rerank_answer_ids
+from windlass.server.text.tokenizer_files import QWEN3_RERANKER_TEMPLATE, names_pair_roles
 from windlass.server.text.workers.frames import unpack_ids
 from windlass.server.text.workers.tasks import TextTasks
 

@@ -6,8 +6,8 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from windlass.server.text.pair_prompts import PairPrompt
 from windlass.server.text.service import PairOptions, PairTokenizer
+from windlass.server.text.tokenizer_files import PairPrompt
 from windlass.server.text.workers.frames import pack_ids
 from windlass.server.text.workers.pool import LARGE_JOB
 from windlass.server.text.workers.tasks import TextTasks

@@ -15,8 +15,8 @@ from windlass.server.config.settings import ServerSettings
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import FittedMessages
 from windlass.server.text.service import MAX_CACHED_BREAKER_LISTS, MAX_CACHED_BREAKER_SIZE, Prompt, TextService
-from windlass.server.text.template_facts import TemplateCapabilities
 from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.tokenizer_files import TemplateCapabilities
 from windlass.server.text.workers.frames import Limits, pack_ids
 
 Found = tuple[frozenset[int], frozenset[tuple[int, ...]]]

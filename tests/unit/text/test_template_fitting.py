@@ -14,9 +14,8 @@ from unit_helpers.vocabulary_files import vocabulary_files
 
 from windlass.server.schemas.chat import ChatMessage
 from windlass.server.text.chat_messages import prepare_history, prepare_tools
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
-from windlass.server.text.template_facts import TemplateCapabilities
-from windlass.server.text.template_probes import probe_template
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, probe_template
+from windlass.server.text.tokenizer_files import TemplateCapabilities
 
 Message = dict[str, Any]
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]

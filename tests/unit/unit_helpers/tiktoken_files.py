@@ -13,7 +13,7 @@ from helpers import toy_tokenizers as toys
 from tokenizers import models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from windlass.server.text.vocabularies.bpe import WORD_RULES
+from windlass.server.text.vocabularies.vocabulary import WORD_RULES
 
 
 @cache

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from unit_helpers import gguf_vocabularies as vocabularies
 
-from windlass.server.text.vocabularies.bpe import WORD_RULES
 from windlass.server.text.vocabularies.conversion import gguf_tokenizer_files
+from windlass.server.text.vocabularies.vocabulary import WORD_RULES
 
 TEXT = "Don't WE'LL 12345  x\n\n  y=[a_b] Ünder 東京é"
 

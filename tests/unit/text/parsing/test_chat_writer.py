@@ -11,7 +11,7 @@ from helpers.scripted_engine import logprobs_of
 from helpers.writer_jobs import writer_job
 
 from windlass.server.api.chat import ChatWriter
-from windlass.server.serving.deltas import Delta, TokenUsage
+from windlass.server.serving.job import Delta, TokenUsage
 from windlass.server.text.service import Prompt
 from windlass.server.text.stream_parser import CallArguments, CallStart, Content, Event, ParsingPlan, Reasoning
 

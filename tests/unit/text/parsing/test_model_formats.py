@@ -16,11 +16,10 @@ import pytest
 from helpers.parsed_answers import put_together
 from unit_helpers.vocabulary_files import vocabulary_files
 
-from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError, probe_template
 from windlass.server.text.reasoning import FORMATS as THINKING
 from windlass.server.text.reasoning import ChannelParser, ThinkingParser, format_of_template
 from windlass.server.text.stream_parser import CallOptions, OutputParser, ParsingPlan
-from windlass.server.text.template_probes import probe_template
 from windlass.server.text.tool_parsers.formats import FORMATS, detect, is_known
 
 SCHEMAS: dict[str, Any] = {

@@ -23,10 +23,12 @@ from tokenizers import Regex, models, pre_tokenizers
 
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers import processes
+from windlass.server.text.workers import pool as pool_module
 from windlass.server.text.workers.frames import Limits, WorkerSource, pack_ids, unpack_ids
-from windlass.server.text.workers.pool import CRASH_SECONDS, LARGE_JOB, MAX_CRASHES, TextPool, TooManyCrashesError
-from windlass.server.text.workers.processes import (
+from windlass.server.text.workers.pool import (
+    CRASH_SECONDS,
+    LARGE_JOB,
+    MAX_CRASHES,
     RECYCLE_JOB_SIZE,
     ClosedError,
     ForkServer,
@@ -34,7 +36,9 @@ from windlass.server.text.workers.processes import (
     OutOfMemoryError,
     ProcessDiedError,
     RefusedError,
+    TextPool,
     TextWorkerError,
+    TooManyCrashesError,
     TooSlowError,
 )
 from windlass.server.text.workers.tasks import TextTasks
@@ -295,7 +299,7 @@ def test_no_process_is_left_after_an_unexpected_error(monkeypatch: pytest.Monkey
         raise ValueError("not foreseen")
 
     try:
-        monkeypatch.setattr(processes, "_wait_readable", failing)
+        monkeypatch.setattr(pool_module, "_wait_readable", failing)
         with pytest.raises(ValueError, match="not foreseen"):
             run(lambda: render(made))
         assert not children_of(fork_server(made))
