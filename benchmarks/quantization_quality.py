@@ -3,7 +3,8 @@
     python benchmarks/quantization_quality.py TEXT [MODEL.gguf ...] [--model DIRECTORY] [--window 768] [--skip 384]
 
 Each window is read with float32 arithmetic on the stored weights, then with each quantization, with an int8 KV cache, in
-bfloat16, and with each GGUF file. The output is perplexity and its change, mean KL divergence from the unquantized next-token
+bfloat16, and with each GGUF file. A model that is quantized itself, such as a GGUF file, is compared with float32 arithmetic on
+its dequantized weights. The output is perplexity and its change, mean KL divergence from the unquantized next-token
 distribution (nats), the share of equal most likely tokens, and the bytes of all weights. `--skip` excludes the first
 predictions of each window: with half a window the figures are those of `llama-perplexity -c 768 --kl-divergence`.
 """
@@ -19,7 +20,8 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, Quantization
+from windlass.engine.interface.config import Activations, CacheConfig, ComputeConfig, EngineConfig, Quantization
+from windlass.engine.model.loading.gguf_index import INDEX
 from windlass.engine.model.loading.loader import load_model
 from windlass.lab.scoring import Scorer
 from windlass.server.startup.model_files import resolve_model
@@ -44,10 +46,16 @@ class Quality:
         return math.exp(self.loss / self.tokens)
 
 
-def scorer_of(model: Path, width: Quantization = "none", cache: str = "auto", dtype: str = "auto") -> Scorer:
+def scorer_of(
+    model: Path,
+    width: Quantization = "none",
+    cache: str = "auto",
+    dtype: str = "auto",
+    activations: Activations = "int8",
+) -> Scorer:
     config = EngineConfig(
         model=str(model),
-        compute=ComputeConfig(device="cpu", dtype=dtype, quantization=width),
+        compute=ComputeConfig(device="cpu", dtype=dtype, quantization=width, activations=activations),
         cache=CacheConfig(dtype=cache),
     )
     loaded = load_model(config)
@@ -56,6 +64,13 @@ def scorer_of(model: Path, width: Quantization = "none", cache: str = "auto", dt
 
 def scorers_of(model: Path, files: list[Path]) -> dict[str, Scorer]:
     """What is compared, by name; the first is the yardstick."""
+    if (model / INDEX).exists():
+        exact = scorer_of(model, cache="float32", activations="float32")
+        return {
+            "dequantized, float32": exact,
+            "as served": scorer_of(model),
+            "int8 keys and values": scorer_of(model, cache="int8"),
+        }
     found = {"as stored" if width == "none" else width: scorer_of(model, width) for width in WIDTHS}
     found["int8 keys and values"] = scorer_of(model, cache="int8")
     found["computed in bfloat16"] = scorer_of(model, dtype="bfloat16")
@@ -108,9 +123,10 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="predictions at a window's start that do not count")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
+    options.model = resolve_model(str(options.model))
     ids = Tokenizer.from_directory(options.model).encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
     scorers = scorers_of(options.model, options.files)
-    window = options.window or scorers["as stored"].trained_len
+    window = options.window or next(iter(scorers.values())).trained_len
     results = measure(scorers, ids, window, options.skip)
     print(f"{results[0].tokens:,} tokens\n\n{table(results)}")
     if options.json is not None:
