@@ -20,6 +20,10 @@ _SLOW_DECODE_FACTOR = 1.5  # how much longer than its decoding a step may last i
 
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
 
+_PROBE_STEPS = 32  # steps with prefill after which one only decodes, which shows how long that takes
+
+_FIRST_PROBE = 4  # as above, when the number of streams has doubled or halved since then
+
 _FIRST_REROTATIONS = 512  # keys of one KV group
 
 _AIM = 0.8  # share of the target to aim at when growing: the noise of a shared machine adds up to a quarter
@@ -32,10 +36,11 @@ class StepLimiter:
     decoding takes more than two thirds of it, prompts get half of the time of decoding: otherwise they would wait for all
     streams to end, and batches would stay small. Each bound starts low and at most doubles or halves per observation. It
     shrinks when a step was too long. It grows only when a step that filled at least half of it was short, so that short
-    prompts do not raise it wrongly.
+    prompts do not raise it wrongly. The rest of a step, which prefill does not change, is known from steps that only decode:
+    while prompts wait, one of `_PROBE_STEPS` is such a step.
     """
 
-    __slots__ = ("_decode_step", "_limits", "_max_tokens", "_rerotations", "_target")
+    __slots__ = ("_decode_step", "_limits", "_max_tokens", "_rerotations", "_steps_since", "_target")
 
     def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
         self._target = target_seconds
@@ -44,6 +49,7 @@ class StepLimiter:
         self._limits = {True: first, False: first}  # by whether there are decode streams
         self._rerotations = _FIRST_REROTATIONS
         self._decode_step: tuple[int, float] | None = None  # streams and seconds of the last one without prefill
+        self._steps_since = 0  # steps with streams and prefill since that one
 
     @property
     def rerotation_limit(self) -> int:
@@ -59,42 +65,51 @@ class StepLimiter:
             self._rerotations = max(1, self._rerotations // 2, min(2 * self._rerotations, wanted))
 
     def limit(self, num_decodes: int) -> int:
-        """Prefill tokens that the next step may compute next to `num_decodes` decode tokens."""
-        return self._max_tokens if self._target <= 0 else self._limits[num_decodes > 0]
+        """Prefill tokens that the next step, for which it is called once, may compute next to `num_decodes` decode tokens."""
+        if self._target <= 0:
+            return self._max_tokens
+        if num_decodes and self._steps_since >= (_PROBE_STEPS if self._is_known(num_decodes) else _FIRST_PROBE):
+            self._steps_since = 0  # a single step, even if it cannot be measured
+            return 0
+        return self._limits[num_decodes > 0]
 
     def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
         """Adapt to a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
         prefill = num_tokens - num_decodes
         if prefill == 0 < num_decodes:
-            self._decode_step = num_decodes, seconds
+            self._decode_step, self._steps_since = (num_decodes, seconds), 0
         if self._target <= 0 or prefill <= 0 or seconds <= 0:
             return
         streams = num_decodes > 0
-        if streams:
-            target = max(self._target, _SLOW_DECODE_FACTOR * self._decode_seconds(num_tokens, num_decodes, seconds))
-        else:
-            target = self._target * _ALONE_FACTOR
+        self._steps_since += streams
+        decoding = self._decode_seconds(num_tokens, num_decodes, seconds)
+        target = max(self._target, _SLOW_DECODE_FACTOR * decoding) if streams else self._target * _ALONE_FACTOR
         limit = self._limits[streams]
         if seconds > target:
-            wanted = min(limit, int(prefill * target / seconds))
+            wanted = min(limit, int(prefill * (target - decoding) / (seconds - decoding)))
         elif 2 * prefill >= limit:
-            wanted = max(limit, int(prefill * _AIM * target / seconds))
+            wanted = max(limit, int(prefill * (_AIM * target - decoding) / max(seconds - decoding, 0.1 * target)))
         else:
             return
         wanted = max(limit // 2, min(2 * limit, wanted))
         self._limits[streams] = min(max(wanted, _MIN_LIMIT), self._max_tokens)
 
-    def _decode_seconds(self, num_tokens: int, num_decodes: int, seconds: float) -> float:
-        """Estimated duration of a step without its prefill.
+    def _is_known(self, num_decodes: int) -> bool:
+        """Whether a step that only decoded had a similar number of streams."""
+        return self._decode_step is not None and self._decode_step[0] / 2 <= num_decodes <= 2 * self._decode_step[0]
 
-        Its share by tokens is too large where prefill tokens cost more, next to a long prompt; then the last step that only
-        decoded is a better estimate.
+    def _decode_seconds(self, num_tokens: int, num_decodes: int, seconds: float) -> float:
+        """Estimated duration of a step without its prefill, less than `seconds`.
+
+        The share of its tokens is a fallback: it is too small where a product of few rows takes as long as one of more, and too
+        large where prefill tokens cost more, next to a long prompt.
         """
         share = seconds * num_decodes / num_tokens
         if self._decode_step is None:
             return share
         streams, measured = self._decode_step
-        return min(share, measured * max(1.0, num_decodes / streams))
+        measured *= max(1.0, num_decodes / streams)
+        return min(measured if self._is_known(num_decodes) else min(share, measured), 0.95 * seconds)
 
 
 @dataclass(frozen=True, slots=True)
