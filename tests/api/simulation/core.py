@@ -6,6 +6,7 @@ and faults.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -66,6 +67,9 @@ class SimulatedCore(EngineCore):
         self.runner = SimulatedRunner(process, plan.num_blocks, plan.block_size, self.rows)  # type: ignore[assignment]
         self._steps = StepExecutor(self.scheduler, self.runner)
         self.info = replace(self.info, adapters=self.adapters.loaded.infos)
+
+    def warm_up(self, interrupted: Callable[[], bool] = lambda: False, max_seconds: float = 0.0) -> None:
+        """There are no kernels."""
 
     def add(self, request: EngineRequest) -> None:
         if self._process.world.happens("request has no memory", request.request_id):
