@@ -116,13 +116,13 @@ def test_replay() -> None:
 
 
 # ---- planted defects -----------------------------------------------------------------------------------------------------
-ENOUGH = 60  # seeds that detect every planted defect
+ENOUGH = 80  # seeds that detect every planted defect
 # Seeds that detect a defect early, other than the first. Under others some requests preempt each other for a simulated hour.
 DETECTED_BY = {
     "blocks_of_a_cancelled_request_stay_held": 2,
     "preempted_request_loses_a_token": 18,
     "engine_is_not_watched": 23,
-    "slow_reader_counts_as_load_of_the_engine": 39,
+    "slow_reader_counts_as_load_of_the_engine": 64,
     "every_death_is_reported": 38,
     "started_request_starts_again": 30,
     "requests_of_a_dead_engine_are_forgotten": 7,
