@@ -94,7 +94,8 @@ def model_info(**fields: object) -> ModelInfo:
 class ScriptedEngine:
     """See the module. refuse, fail_after: raise errors. delay: seconds before each token. first_delay: before the first.
 
-    held: while True, no request receives its first token. made: number of outputs taken, of all requests.
+    held: while True, no request receives its first token, only the progress of its cached tokens. made: number of outputs
+    taken, of all requests.
     """
 
     reply: list[int] = field(default_factory=lambda: [65, 66, 67])
@@ -153,6 +154,8 @@ class ScriptedEngine:
         finished = False
         try:
             await asyncio.sleep(self.first_delay)
+            if request.reports_progress:
+                yield self._progress(request, self.cached_tokens)
             while self.held:
                 await asyncio.sleep(0.005)
             async for output in self._outputs(request):
@@ -164,6 +167,9 @@ class ScriptedEngine:
             if not finished:
                 self.aborted.append(request.request_id)
                 self.aborted_at.append(time.monotonic())
+
+    def _progress(self, request: EngineRequest, computed: int) -> RequestOutput:
+        return RequestOutput(request.request_id, cached_tokens=self.cached_tokens, prompt_computed=computed)
 
     async def _outputs(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         sampling = request.sampling
@@ -182,9 +188,8 @@ class ScriptedEngine:
             reply = self.answer(request)
             eos_after = len(reply)
         if request.reports_progress:
-            for computed in (self.cached_tokens, len(request.prompt_token_ids)):
-                await asyncio.sleep(self.delay)
-                yield RequestOutput(request.request_id, cached_tokens=self.cached_tokens, prompt_computed=computed)
+            await asyncio.sleep(self.delay)
+            yield self._progress(request, len(request.prompt_token_ids))
         made = 0
         while live:
             if self.delay:

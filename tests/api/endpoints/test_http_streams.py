@@ -38,7 +38,7 @@ def live(live: Live) -> Iterator[Live]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_progress_of_a_prompt(live: Live, path: str) -> None:
-    live.engine.cached_tokens, live.engine.delay = 1, 0.03
+    live.engine.cached_tokens, live.engine.first_delay, live.engine.delay = 1, 0.03, 0.03
     body: dict[str, Any] = {"max_tokens": 2, "stream_options": {"include_usage": True}, "return_progress": True}
     body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     *events, usage, done = live.stream(path, body)

@@ -233,14 +233,14 @@ def test_empty_answer_is_labelled(seen: Seen, live: Live) -> None:
 def test_progress_of_a_long_prompt(browser: Browser) -> None:
     with live_server(model={"max_model_len": 8192}) as live:
         live.generate("answer")
-        live.engine.cached_tokens, live.engine.delay = 7, 1.0
+        live.engine.cached_tokens, live.engine.held = 7, True
         seen = Seen(browser, live, viewport=DESK)
         seen.ask("word " * 1200)
         reading, waiting = seen.page.locator(".reading"), seen.page.locator(".waiting")
         expect(reading).to_contain_text("Reading: 7 of ")
         expect(reading.get_by_role("progressbar")).to_have_attribute("value", "7")
         expect(waiting).to_have_count(0)
-        live.engine.delay = 0.2
+        live.engine.held = False
         expect(facts(seen.page)).to_have_count(1)
         expect(reading).to_have_count(0)
         seen.done()
