@@ -689,12 +689,14 @@ def test_prefill_is_limited_next_to_streams() -> None:
     add(executor, make_request("stream", [1], max_tokens=60))
     step(scheduler, executor)
     add(executor, make_request("long", [2] * 800, max_tokens=1))
-    seconds = []
+    seconds, measuring = [], 0
     while any(s.request.request_id == "long" for s in scheduler.live_sequences()):
         plan = scheduler.schedule()
-        assert plan.sequences[0].num_tokens == 1
+        assert plan.sequences[0].num_tokens == 1 and len(plan.sequences) <= 2
+        measuring += len(plan.sequences) == 1
         seconds.append(0.005 * plan.num_tokens)  # about 50 tokens fit
         scheduler.observe(plan, seconds[-1])
         scheduler.update(plan, executor.execute(plan))
     assert seconds[0] < 0.33
     assert max(seconds[1:]) <= 0.26 and len(seconds) < 25
+    assert measuring == 1, "all other steps advance the prompt"
